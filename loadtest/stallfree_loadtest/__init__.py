@@ -1,0 +1,1 @@
+"""Load, measures, and a cluster on one machine."""

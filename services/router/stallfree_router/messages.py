@@ -1,0 +1,42 @@
+"""What the API side of the router hands to its dispatching side, and gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stallfree_shared.wire import FinishReason, RequestId, SamplingParams, Usage
+
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One prompt to be continued once. A call for several prompts or answers makes several of these."""
+
+    request_id: RequestId
+    """Ours and unique; what the client calls its request is only echoed and logged."""
+    model: str
+    tenant: str = DEFAULT_TENANT
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    tbt_target_seconds: float | None = None
+    """None: the worker's default."""
+    arrived_at: float
+    """Monotonic instant at which the call reached this router."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputTokens:
+    """Tokens of one generation, as they came."""
+
+    index: int
+    """Position of the first of `token_ids` in the output, from 0."""
+    token_ids: tuple[int, ...]
+    received_at: float
+    """Monotonic instant at which this router read them from the worker."""
+    tbt_target_seconds: float
+    """The target that holds for this generation."""
+    finish_reason: FinishReason | None = None
+    """Set on the last; "stop" means that the last token is an end or stop token, which is never text."""
+    usage: Usage | None = None
+    """Set on the last."""

@@ -1,0 +1,105 @@
+"""The worker's settings, in groups; a class takes its own group only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ByteSize, Field
+
+from stallfree_shared.settings import DrainSettings, ServerSettings, SettingsGroup
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
+AttentionBackend = Literal["reference"]
+
+
+class ModelSettings(SettingsGroup):
+    """Which model is served, and how its numbers are kept."""
+
+    model: str = Field(
+        description="What to serve: a folder in Hugging Face format, a GGUF file, or a hub id "
+        "such as Qwen/Qwen2.5-0.5B-Instruct."
+    )
+    served_model_name: str | None = Field(
+        None, description="Name that clients use; by default the hub id, or the last part of the path."
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of prompt and output together; by default what the model was made for.",
+    )
+    dtype: Dtype = Field("auto", description="Number format of weights and KV cache; auto takes the model's own.")
+    device: Device = Field("auto", description="Where to compute; auto takes CUDA where there is a GPU.")
+    attention_backend: AttentionBackend = Field("reference", description="Implementation of paged attention.")
+    tensor_parallel_size: Literal[1] = Field(1, description="GPUs that share one model; one is what there is so far.")
+    threads: int = Field(0, ge=0, description="CPU threads for the model; 0 takes one per core.")
+    chat_template: Path | None = Field(
+        None, description="File with a Jinja chat template, in place of the model's own."
+    )
+    cache_dir: Path = Field(
+        Path("~/.cache/stallfree"), description="Folder for models that were downloaded or converted."
+    )
+
+
+class CacheSettings(SettingsGroup):
+    """How much KV cache there is."""
+
+    block_size: int = Field(16, ge=1, le=256, description="Tokens in one KV block.")
+    kv_cache_memory: ByteSize | None = Field(
+        None,
+        ge=1,
+        description="Bytes for the KV cache, such as 512MiB or 4GiB; by default what --gpu-memory-utilization leaves "
+        "on a GPU, and 1GiB on a CPU.",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory for weights, activations and KV cache together.",
+    )
+
+
+class SchedulerSettings(SettingsGroup):
+    """What one step may hold, and what may wait."""
+
+    max_num_seqs: int = Field(128, ge=1, description="Most requests that run at once.")
+    token_budget: int = Field(
+        512, ge=1, description="Most tokens that one step computes: all running decodes, then prefill chunks."
+    )
+    tbt_target_seconds: float = Field(
+        0.2,
+        gt=0,
+        description="Default target for the time between two tokens; a gap beyond it counts as a stall.",
+    )
+    max_waiting_requests: int = Field(1024, ge=1, description="Most requests that wait; more are refused (429).")
+    max_waiting_tokens: int = Field(
+        1_000_000, ge=1, description="Most prompt tokens that wait; more are refused (429)."
+    )
+
+
+class EngineProcessSettings(SettingsGroup):
+    """How the engine's own process is watched."""
+
+    engine_start_timeout_seconds: float = Field(
+        1800.0, gt=0, description="Most seconds for loading the model; then the worker gives up."
+    )
+    step_timeout_seconds: float = Field(
+        120.0,
+        gt=0,
+        description="Most seconds without a sign of the engine while it has work; then it is restarted.",
+    )
+    max_engine_restarts: int = Field(
+        3,
+        ge=0,
+        description="Times that a dead engine is started anew within ten minutes; then the worker exits.",
+    )
+    max_frames_behind: int = Field(
+        4096, ge=1, description="Frames that may wait for a slow router; then its stream is cut."
+    )
+
+
+class WorkerSettings(
+    DrainSettings, ServerSettings, EngineProcessSettings, SchedulerSettings, CacheSettings, ModelSettings
+):
+    """Serves one model with a Sarathi engine: long prompts in chunks, decodes in every step."""
