@@ -1,0 +1,58 @@
+# One set of commands for people and CI.
+#
+#   make demo     two workers serve a real model behind a router, and a long prompt arrives: read the report
+#   make up       the same cluster, in the foreground, until Ctrl-C
+#   make test     the tests that need no GPU and under ten minutes
+#   make test-all the slow ones too
+#   make check    formatting, lint, types, import contracts
+#
+# MODEL=…      any Hugging Face id, folder or GGUF file; by default the demo model that a package brings along
+# PIP_ARGS=…   more arguments for pip, such as an index of CPU builds of torch
+
+PYTHON ?= python3
+MODEL ?= demo:gemma3-270m
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+SETUP := .venv/.setup-done
+MANIFESTS := $(wildcard */pyproject.toml services/*/pyproject.toml) requirements-dev.txt constraints.txt
+
+.PHONY: setup demo up test test-all check format clean
+
+setup: $(SETUP)
+
+$(SETUP): $(MANIFESTS)
+	@start=$$(date +%s); \
+	$(PYTHON) -m venv .venv && \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt \
+		--editable shared --editable services/router --editable 'services/worker[demo]' --editable loadtest \
+		--requirement requirements-dev.txt && \
+	touch $@ && echo "setup took $$(( $$(date +%s) - start )) s"
+
+demo: $(SETUP)
+	$(BIN)/stallfree-loadtest demo --model '$(MODEL)'
+
+up: $(SETUP)
+	$(BIN)/stallfree-local --model '$(MODEL)'
+
+test: $(SETUP)
+	@start=$$(date +%s); $(BIN)/python -m pytest $(PYTEST_ARGS); status=$$?; \
+	echo "tests took $$(( $$(date +%s) - start )) s"; exit $$status
+
+test-all: $(SETUP)
+	@start=$$(date +%s); $(BIN)/python -m pytest -m 'not gpu' $(PYTEST_ARGS); status=$$?; \
+	echo "tests took $$(( $$(date +%s) - start )) s"; exit $$status
+
+check: $(SETUP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(SETUP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv
