@@ -51,6 +51,10 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     num_decode_tokens: int
     num_prefill_tokens: int
+    num_preemptions: int = 0
+    """Requests that lost their blocks while this step was planned; none of them is in it."""
+    num_recomputed_tokens: int = 0
+    """Tokens of the chunks that had been computed before and were lost to a preemption."""
 
     @property
     def num_tokens(self) -> int:

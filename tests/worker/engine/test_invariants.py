@@ -1,0 +1,174 @@
+"""Random submits, steps and cancels against the engine's invariants, which are checked after every move.
+
+What a plan may be is judged from outside: from the events, the plans and the checked runner's own cache.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from stallfree_shared.wire import RequestId
+from stallfree_worker.engine.step import StepPlan
+from tests.worker.engine.bench import Bench, MovingBudget
+from tests.worker.engine.checked_runner import do_nothing
+
+NUM_RUNS = 1_000
+
+
+class EngineMachine(RuleBasedStateMachine):
+    num_runs = 0
+    num_preemptions = 0
+    num_restarts = 0
+    num_cancels_in_flight = 0
+
+    @initialize(
+        num_blocks=st.integers(2, 8),
+        block_size=st.integers(1, 4),
+        token_budget=st.integers(1, 24),
+        max_num_seqs=st.integers(1, 6),
+    )
+    def start(self, num_blocks: int, block_size: int, token_budget: int, max_num_seqs: int) -> None:
+        type(self).num_runs += 1
+        self.budget = MovingBudget(token_budget)
+        self.bench = Bench(num_blocks=num_blocks, block_size=block_size, budget=self.budget, max_num_seqs=max_num_seqs)
+        self.capacity = num_blocks * block_size
+        self.arrivals: dict[RequestId, int] = {}
+        """Requests inside the engine, and their place in the order of arrival."""
+        self.decoding: set[RequestId] = set()
+        """Requests that the last step gave a token, and that go on."""
+        self.num_left_before: dict[RequestId, int] = {}
+        """For each request, how many older ones have left the engine since it came."""
+
+    @rule(prompt=st.integers(1, 100), max_tokens=st.integers(1, 100))
+    def submit(self, prompt: int, max_tokens: int) -> None:
+        self._submit(prompt, max_tokens)
+
+    @rule(prompt=st.integers(1, 8), count=st.integers(2, 5))
+    def submit_long_answers(self, prompt: int, count: int) -> None:
+        """Requests that all fit at first, and that together outgrow the cache."""
+        for _ in range(count):
+            self._submit(prompt, self.capacity)
+
+    @rule(count=st.integers(1, 10))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self._step_once()
+
+    @rule(max_tokens=st.integers(1, 24))
+    def change_budget(self, max_tokens: int) -> None:
+        self.budget.max_tokens = max_tokens
+
+    @precondition(lambda self: self.arrivals)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.arrivals)))
+        assert self.bench.engine.cancel(request_id)
+        assert not self.bench.engine.cancel(request_id)
+        self._leave(request_id)
+
+    @precondition(lambda self: self.arrivals)
+    @rule(data=st.data())
+    def cancel_in_flight(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.arrivals)))
+
+        def cancel_now(plan: StepPlan) -> None:
+            assert self.bench.engine.cancel(request_id)
+            self.bench.engine.check_integrity()
+
+        self.bench.runner.during_step = cancel_now
+        self._step_once(cancelled=request_id)
+        type(self).num_cancels_in_flight += 1
+        self.bench.runner.during_step = do_nothing
+
+    @invariant()
+    def state_is_whole(self) -> None:
+        self.bench.engine.check_integrity()
+        status = self.bench.engine.status()
+        assert status.requests_running + status.requests_waiting == len(self.arrivals)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        lengths = [len(new.prompt_token_ids) + new.sampling.max_tokens for new in self.bench.new_by_id.values()]
+        for _ in range(sum(lengths) * (len(lengths) + 1)):
+            if not self.bench.engine.has_work:
+                break
+            self._step_once()
+        self.bench.assert_idle()
+        type(self).num_preemptions += sum(report.num_preemptions for report in self.bench.reports)
+        type(self).num_restarts += sum(len(restarts) for restarts in self.bench.runner.restarts_by_id.values())
+
+    def _submit(self, prompt: int, max_tokens: int) -> None:
+        prompt = min(prompt, self.capacity - 1)
+        request_id = self.bench.submit(prompt, max_tokens=min(max_tokens, self.capacity - prompt))
+        self.arrivals[request_id] = len(self.bench.new_by_id)
+        self.num_left_before[request_id] = 0
+
+    def _step_once(self, cancelled: RequestId | None = None) -> None:
+        has_work = self.bench.engine.has_work
+        num_plans = len(self.bench.runner.plans)
+        report = self.bench.step()
+        assert len(self.bench.runner.plans) - num_plans == has_work, "work is there and nothing was planned"
+        if not has_work:
+            return
+        self._check_plan(self.bench.runner.plans[-1])
+        assert cancelled not in {event.request_id for event in report.events}
+        ended = {event.request_id for event in report.events if event.finish_reason is not None}
+        self.decoding = {event.request_id for event in report.events} - ended
+        for request_id in ended:
+            self.bench.assert_outputs_are_right(request_id)
+        for request_id in ended | ({cancelled} if cancelled else set()):
+            self._leave(request_id)
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        assert plan.num_tokens <= self.budget.max_tokens or plan.num_prefill_tokens == 0
+        num_decodes = sum(len(chunk.token_ids) == 1 and bool(chunk.output_index) for chunk in plan.chunks)
+        assert plan.num_decode_tokens <= num_decodes, "a prefill was counted as a decode"
+        planned = {chunk.request_id for chunk in plan.chunks}
+        assert len(planned) <= self.bench.settings.max_num_seqs
+        missing = self.decoding - planned
+        assert len(missing) <= plan.num_preemptions, "a decode was left out of the step"
+        if missing:
+            oldest_missing = min(self.arrivals[request_id] for request_id in missing)
+            youngest_planned = max(self.arrivals[request_id] for request_id in planned)
+            assert youngest_planned < oldest_missing, "an older request lost its blocks to a younger one"
+        for request_id in planned:
+            assert self.bench.num_restarts_of(request_id) <= self.num_left_before[request_id], "evicted in a circle"
+
+    def _leave(self, request_id: RequestId) -> None:
+        arrival = self.arrivals.pop(request_id)
+        self.decoding.discard(request_id)
+        for other, other_arrival in self.arrivals.items():
+            self.num_left_before[other] += other_arrival > arrival
+
+
+def test_invariants_hold_over_random_submits_steps_and_cancels(capsys: pytest.CaptureFixture[str]) -> None:
+    EngineMachine.num_runs = 0
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(
+            max_examples=NUM_RUNS,
+            stateful_step_count=15,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert EngineMachine.num_runs >= NUM_RUNS
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\nengine state machine: {EngineMachine.num_runs} runs, {EngineMachine.num_preemptions} preemptions, "
+            f"{EngineMachine.num_restarts} restarts, {EngineMachine.num_cancels_in_flight} cancels in flight\n"
+        )
