@@ -12,10 +12,9 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 
 import uvicorn
-from uvicorn._types import ASGIApplication
 
 from stallfree_shared.errors import DrainingError
 from stallfree_shared.settings import DrainSettings, ServerSettings
@@ -107,10 +106,15 @@ class _DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-async def serve(app: ASGIApplication, *, server: ServerSettings, drain: Drain, drain_settings: DrainSettings) -> None:
+async def serve(
+    app: Callable[..., Awaitable[None]], *, server: ServerSettings, drain: Drain, drain_settings: DrainSettings
+) -> None:
     """Serves `app` until a signal has drained it. Prints `listening URL` as the only line on standard output."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     listener = socket.create_server((server.host, server.port), family=family, backlog=2048)
+    # Accepted sockets inherit it. asyncio sets it by itself only where a socket's protocol is named, and here it is
+    # not; then every answer on a kept connection would wait some 40 ms for the peer's delayed acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     host = f"[{server.host}]" if family == socket.AF_INET6 else server.host
     sys.stdout.write(f"listening http://{host}:{listener.getsockname()[1]}\n")
     sys.stdout.flush()

@@ -1,0 +1,222 @@
+"""What runs inside the engine's process: load the model, then step for as long as there is work.
+
+Started by `engine_pipe.start_engine` as `python -m stallfree_worker.engine_loop COMMANDS REPORTS`, with two pipe ends.
+It never serves HTTP and never outlives the front: when the command pipe ends, so does the process, even in the midst
+of a step, because nothing may hold a GPU that nobody can reach.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from stallfree_shared.errors import StallfreeError
+from stallfree_shared.logging import configure_logging
+from stallfree_shared.wire import STATUS_INTERVAL_SECONDS, RequestId, SamplingParams
+from stallfree_worker.engine.engine import Engine
+from stallfree_worker.engine.step import Chunk, EngineEvent, NewRequest, Runner, StepPlan, StepReport
+from stallfree_worker.engine_messages import (
+    Cancel,
+    Command,
+    EngineFailed,
+    EngineReady,
+    EngineReport,
+    EngineSetup,
+    Stop,
+    Submit,
+)
+from stallfree_worker.loaded_model import LoadedModel
+from stallfree_worker.settings import WorkerSettings
+
+_logger = logging.getLogger("stallfree_worker.engine_loop")  # as __main__ it has another name
+
+_PAUSE_WITHOUT_PROGRESS_SECONDS = 0.01
+
+
+class EngineStalledError(Exception):
+    """The engine has work, takes steps, and computes nothing."""
+
+
+class EngineLoop:
+    """Turns commands into engine calls and steps into reports. `stall_timeout_seconds` is how long the engine may have
+    work without computing a token."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        commands: queue.Queue[Command],
+        send_report: Callable[[EngineReport], None],
+        stall_timeout_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._commands = commands
+        self._send_report = send_report
+        self._stall_timeout_seconds = stall_timeout_seconds
+        self._clock = clock
+        self._submits_taken = 0
+        self._refusals: list[EngineEvent] = []
+        self._progressed_at = clock()
+        self._has_progressed = True
+
+    def run(self) -> None:
+        """Returns after `Stop`. Raises what a step raises, and EngineStalledError."""
+        self._report(self._step())
+        while self._take_commands():
+            self._report(self._step())
+
+    def _take_commands(self) -> bool:
+        """Hands over all commands that are there; waits for one where nothing else is to be done. False: stop."""
+        try:
+            command = self._commands.get(block=self._may_wait(), timeout=self._patience_seconds())
+            while not isinstance(command, Stop):
+                self._take(command)
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _may_wait(self) -> bool:
+        return not (self._engine.has_work and self._has_progressed)
+
+    def _patience_seconds(self) -> float:
+        return _PAUSE_WITHOUT_PROGRESS_SECONDS if self._engine.has_work else STATUS_INTERVAL_SECONDS
+
+    def _take(self, command: Submit | Cancel) -> None:
+        if isinstance(command, Cancel):
+            self._engine.cancel(command.request_id)
+            return
+        self._submits_taken += 1
+        try:
+            self._engine.submit(command.request)
+        except StallfreeError as error:
+            self._refusals.append(_refusal(command.request, error))
+
+    def _step(self) -> StepReport:
+        """One step, or the bare status where nothing is to be computed."""
+        if not self._engine.has_work:
+            self._note_progress()
+            return StepReport(events=(), status=self._engine.status())
+        step = self._engine.step()
+        if step.num_decode_tokens + step.num_prefill_tokens > 0 or not self._engine.has_work:
+            self._note_progress()
+        else:
+            self._note_standstill(step)
+        return step
+
+    def _note_progress(self) -> None:
+        self._has_progressed = True
+        self._progressed_at = self._clock()
+
+    def _note_standstill(self, step: StepReport) -> None:
+        self._has_progressed = False
+        seconds = self._clock() - self._progressed_at
+        if seconds > self._stall_timeout_seconds:
+            raise EngineStalledError(f"work waits, and no token was computed for {seconds:.0f} s: {step.status}")
+
+    def _report(self, step: StepReport) -> None:
+        if self._refusals:
+            step = dataclasses.replace(step, events=(*self._refusals, *step.events))
+            self._refusals.clear()
+        self._send_report(EngineReport(step=step, submits_taken=self._submits_taken))
+
+
+def _refusal(request: NewRequest, error: StallfreeError) -> EngineEvent:
+    return EngineEvent(
+        request_id=request.request_id,
+        index=0,
+        token_id=None,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        error=error.info,
+    )
+
+
+def warm_up(runner: Runner) -> None:
+    """Computes one prefill and one decode, on the path that requests take.
+
+    Raises:
+        RuntimeError: the model cannot compute them.
+    """
+    token_ids = (0,)
+    for step_id in range(2):
+        chunk = Chunk(
+            request_id=RequestId("warm-up"),
+            token_ids=token_ids,
+            num_computed_tokens=step_id,
+            block_table=tuple(range(min(2, runner.num_blocks))),
+            sampling=SamplingParams(max_tokens=2, temperature=0.0),
+            output_index=step_id,
+        )
+        plan = StepPlan(step_id=step_id, chunks=(chunk,), num_decode_tokens=step_id, num_prefill_tokens=1 - step_id)
+        result = runner.execute(plan)
+        if result.failure_by_request:
+            raise RuntimeError(f"the model cannot compute one token: {result.failure_by_request[chunk.request_id]}")
+        token_ids = (result.token_id_by_request[chunk.request_id],)
+
+
+def _ready(loaded: LoadedModel, engine: Engine) -> EngineReady:
+    """What routers may count on: no longer request than the KV cache can hold, of which the engine has warned."""
+    card = loaded.card.model_copy(update={"max_model_len": min(loaded.card.max_model_len, engine.max_model_len)})
+    return EngineReady(card=card, tokenizer_path=loaded.tokenizer_path, block_size=loaded.runner.block_size)
+
+
+def _read_commands(pipe: Connection, commands: queue.Queue[Command]) -> None:
+    """Empties the pipe at once, so that a long step never holds up the front; ends the process with the pipe."""
+    try:
+        while True:
+            commands.put(pipe.recv())
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _serve(setup: EngineSetup, commands: queue.Queue[Command], reports: Connection) -> None:
+    settings: WorkerSettings = setup.settings
+    started_at = time.monotonic()
+    loaded = setup.load_model(settings)
+    warm_up(loaded.runner)
+    engine = Engine(settings, loaded.runner, time.monotonic)
+    ready = _ready(loaded, engine)
+    gc.collect()
+    gc.freeze()  # what the model is made of lives as long as the process: the collector need not walk it between steps
+    _logger.info(
+        "engine ready", extra={"model": ready.card.model, "load_seconds": round(time.monotonic() - started_at, 3)}
+    )
+    reports.send(ready)
+    loop = EngineLoop(
+        engine, commands=commands, send_report=reports.send, stall_timeout_seconds=settings.step_timeout_seconds
+    )
+    loop.run()
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # a signal to the group is the front's: it drains, and stops the engine last
+    pipe = Connection(int(sys.argv[1]), writable=False)
+    reports = Connection(int(sys.argv[2]), readable=False)
+    setup: EngineSetup = pipe.recv()
+    configure_logging(service="stallfree-engine", level=setup.settings.log_level, log_format=setup.settings.log_format)
+    commands: queue.Queue[Command] = queue.Queue()  # bounded by the front: it counts what the engine has not yet taken
+    threading.Thread(target=_read_commands, args=(pipe, commands), name="commands", daemon=True).start()
+    try:
+        _serve(setup, commands, reports)
+    except Exception as error:
+        _logger.exception("engine failed")
+        reports.send(EngineFailed(reason=f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The worker's HTTP routes. Thin: they parse, call, and answer; errors are translated in `errors` alone."""

@@ -1,0 +1,120 @@
+"""The loop inside the engine's process, with the real engine and a scripted runner, without a process."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+
+from stallfree_shared.wire import RequestId, SamplingParams
+from stallfree_worker.engine.engine import Engine
+from stallfree_worker.engine.step import NewRequest, StepReport
+from stallfree_worker.engine_loop import EngineLoop, EngineStalledError, warm_up
+from stallfree_worker.engine_messages import Cancel, Command, EngineReport, Stop, Submit
+from stallfree_worker.settings import SchedulerSettings
+from tests.support.scripted import EOS, FAIL_ROW, ScriptedRunner
+
+A, B = 40, 41
+
+
+class Clock:
+    """Every look at it is one second later."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def _submit(request_id: str, *prompt: int, max_tokens: int = 100) -> Submit:
+    return Submit(
+        request=NewRequest(
+            request_id=RequestId(request_id),
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            tbt_target_seconds=1.0,
+        )
+    )
+
+
+def _engine(engine_class: type[Engine] = Engine) -> Engine:
+    return engine_class(SchedulerSettings(), ScriptedRunner(num_blocks=8), Clock())
+
+
+class _StopAfter:
+    """Takes reports, and sends commands at given report numbers: the front of these tests."""
+
+    def __init__(self, commands: queue.Queue[Command], plan: dict[int, Command], *, stop_at: int) -> None:
+        self.reports: list[EngineReport] = []
+        self._commands = commands
+        self._plan = {**plan, stop_at: Stop()}
+
+    def __call__(self, report: EngineReport) -> None:
+        if command := self._plan.get(len(self.reports)):
+            self._commands.put(command)
+        self.reports.append(report)
+
+
+def _run(
+    engine: Engine, plan: dict[int, Command], *, stop_at: int, stall_timeout_seconds: float = 50
+) -> list[EngineReport]:
+    commands: queue.Queue[Command] = queue.Queue()
+    front = _StopAfter(commands, plan, stop_at=stop_at)
+    EngineLoop(
+        engine, commands=commands, send_report=front, stall_timeout_seconds=stall_timeout_seconds, clock=Clock()
+    ).run()
+    return front.reports
+
+
+def test_submit_is_acknowledged_by_the_first_report_that_includes_it() -> None:
+    reports = _run(_engine(), {0: _submit("a", A, B)}, stop_at=4)
+    assert [report.submits_taken for report in reports] == [0, 1, 1, 1, 1]
+    assert [event.token_id for report in reports for event in report.step.events] == [A, B, EOS]
+
+
+def test_refused_submit_becomes_the_error_event_of_its_request_and_counts_as_taken() -> None:
+    reports = _run(_engine(), {0: _submit("too-long", A, max_tokens=10_000)}, stop_at=1)
+    (event,) = reports[1].step.events
+    assert event.request_id == "too-long"
+    assert event.error is not None
+    assert event.error.code == "context_length_exceeded"
+    assert reports[1].submits_taken == 1
+
+
+def test_cancelled_request_is_freed_before_the_next_step() -> None:
+    reports = _run(
+        _engine(), {0: _submit("a", *[A] * 50, max_tokens=60), 2: Cancel(request_id=RequestId("a"))}, stop_at=3
+    )
+    assert reports[2].step.status.requests_running == 1
+    assert reports[3].step.events == ()
+    assert reports[3].step.status.num_free_blocks == reports[3].step.status.num_blocks
+    assert reports[3].step.status.requests_running == 0
+
+
+def test_b33_row_with_broken_logits_fails_alone() -> None:
+    reports = _run(_engine(), {0: _submit("bad", A, FAIL_ROW), 1: _submit("good", A, B)}, stop_at=6)
+    events = [event for report in reports for event in report.step.events]
+    assert [event.token_id for event in events if event.request_id == "good"] == [A, B, EOS]
+    assert [event.error is not None for event in events if event.request_id == "bad"] == [False, True]
+
+
+class _StuckEngine(Engine):
+    def step(self) -> StepReport:
+        return StepReport(events=(), status=self.status())
+
+
+def test_b34_engine_that_has_work_and_computes_nothing_fails() -> None:
+    with pytest.raises(EngineStalledError, match="requests_waiting=1"):
+        _run(_engine(_StuckEngine), {0: _submit("a", A)}, stop_at=1000, stall_timeout_seconds=20)
+
+
+def test_warm_up_computes_and_fails_where_the_model_cannot() -> None:
+    class Broken(ScriptedRunner):
+        def _next(self, *_: object) -> int:
+            return FAIL_ROW
+
+    warm_up(ScriptedRunner(num_blocks=1))
+    with pytest.raises(RuntimeError, match="cannot compute one token"):
+        warm_up(Broken(num_blocks=1))

@@ -1,0 +1,41 @@
+"""Messages between the front and the engine's process come through the pipe as they were."""
+
+from __future__ import annotations
+
+import pickle
+
+from stallfree_shared.errors import StepFailedError
+from stallfree_shared.wire import RequestId
+from stallfree_shared.worker_status import StepTimeCoefficients
+from stallfree_worker.engine.step import EngineEvent, EngineStatus, StepReport
+from stallfree_worker.engine_messages import EngineReport
+
+STATUS = EngineStatus(
+    requests_running=1,
+    requests_waiting=2,
+    num_blocks=10,
+    num_free_blocks=4,
+    prefill_tokens_left=5,
+    expected_output_tokens_left=6,
+    step_time=StepTimeCoefficients(base_seconds=0.01, seconds_per_token=0.001),
+    step_time_error_ratio=0.5,
+)
+
+
+def test_report_comes_through_the_pipe_as_it_was() -> None:
+    token = EngineEvent(
+        request_id=RequestId("a"),
+        index=3,
+        token_id=7,
+        num_prompt_tokens=4,
+        finish_reason="stop",
+        time_between_tokens_seconds=0.3,
+        stall_seconds=0.1,
+        stall_cause="prefill",
+    )
+    failure = EngineEvent(
+        request_id=RequestId("b"), index=0, token_id=None, num_prompt_tokens=1, error=StepFailedError("NaN").info
+    )
+    step = StepReport(events=(token, failure), status=STATUS, step_seconds=0.25, num_decode_tokens=2)
+    report = EngineReport(step=step, submits_taken=9)
+    assert pickle.loads(pickle.dumps(report)) == report  # noqa: S301 - our own bytes
