@@ -9,7 +9,7 @@ import pytest
 from stallfree_shared.wire import RequestId, SamplingParams
 from stallfree_worker.engine.engine import Engine
 from stallfree_worker.engine.step import NewRequest, StepReport
-from stallfree_worker.engine_loop import EngineLoop, EngineStalledError, warm_up
+from stallfree_worker.engine_loop import EngineLoop, EngineStalledError
 from stallfree_worker.engine_messages import Cancel, Command, EngineReport, Stop, Submit
 from stallfree_worker.settings import SchedulerSettings
 from tests.support.scripted import EOS, FAIL_ROW, ScriptedRunner
@@ -108,13 +108,3 @@ class _StuckEngine(Engine):
 def test_b34_engine_that_has_work_and_computes_nothing_fails() -> None:
     with pytest.raises(EngineStalledError, match="requests_waiting=1"):
         _run(_engine(_StuckEngine), {0: _submit("a", A)}, stop_at=1000, stall_timeout_seconds=20)
-
-
-def test_warm_up_computes_and_fails_where_the_model_cannot() -> None:
-    class Broken(ScriptedRunner):
-        def _next(self, *_: object) -> int:
-            return FAIL_ROW
-
-    warm_up(ScriptedRunner(num_blocks=1))
-    with pytest.raises(RuntimeError, match="cannot compute one token"):
-        warm_up(Broken(num_blocks=1))

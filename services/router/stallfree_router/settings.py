@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import ByteSize, Field, SecretStr, field_validator
 from pydantic_settings import NoDecode
 
 from stallfree_shared.settings import DrainSettings, RedisSettings, ServerSettings, SettingsGroup
 
+DNS_SCHEME = "dns+http"
+WORKER_URL_SCHEMES = ("http", "https", DNS_SCHEME)
+
 
 class DiscoverySettings(SettingsGroup):
     """Who the workers are."""
 
     worker_urls: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="Base URLs of the workers, separated by commas, such as http://10.0.0.7:8000."
+        (),
+        description="Base URLs of the workers, separated by commas. http://10.0.0.7:8000 is one worker; "
+        "dns+http://workers.models.svc:8000 is every address that the name resolves to, looked up again and again.",
     )
+    discovery_seconds: float = Field(2.0, gt=0, description="Seconds between two look-ups of dns+http:// names.")
 
     @field_validator("worker_urls", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
-        return (
-            tuple(part.strip().rstrip("/") for part in value.split(",") if part.strip())
-            if isinstance(value, str)
-            else value
-        )
+        if isinstance(value, str):
+            return tuple(part.strip().rstrip("/") for part in value.split(",") if part.strip())
+        return value
 
     @field_validator("worker_urls")
     @classmethod
     def _check(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for url in value:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"a worker URL begins with http:// or https://, and {url!r} does not")
+            parts = urlsplit(url)
+            if parts.scheme not in WORKER_URL_SCHEMES or not parts.hostname:
+                raise ValueError(
+                    f"a worker URL is SCHEME://HOST:PORT with a scheme of {WORKER_URL_SCHEMES}, not {url!r}"
+                )
+            if parts.scheme == DNS_SCHEME and parts.port is None:
+                raise ValueError(f"a dns+http:// URL needs a port, and {url!r} has none")
         return value
 
 

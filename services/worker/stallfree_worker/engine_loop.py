@@ -21,9 +21,10 @@ from multiprocessing.connection import Connection
 
 from stallfree_shared.errors import StallfreeError
 from stallfree_shared.logging import configure_logging
-from stallfree_shared.wire import STATUS_INTERVAL_SECONDS, RequestId, SamplingParams
+from stallfree_shared.wire import STATUS_INTERVAL_SECONDS
+from stallfree_worker.engine.calibration import calibrate
 from stallfree_worker.engine.engine import Engine
-from stallfree_worker.engine.step import Chunk, EngineEvent, NewRequest, Runner, StepPlan, StepReport
+from stallfree_worker.engine.step import EngineEvent, NewRequest, StepReport
 from stallfree_worker.engine_messages import (
     Cancel,
     Command,
@@ -141,29 +142,6 @@ def _refusal(request: NewRequest, error: StallfreeError) -> EngineEvent:
     )
 
 
-def warm_up(runner: Runner) -> None:
-    """Computes one prefill and one decode, on the path that requests take.
-
-    Raises:
-        RuntimeError: the model cannot compute them.
-    """
-    token_ids = (0,)
-    for step_id in range(2):
-        chunk = Chunk(
-            request_id=RequestId("warm-up"),
-            token_ids=token_ids,
-            num_computed_tokens=step_id,
-            block_table=tuple(range(min(2, runner.num_blocks))),
-            sampling=SamplingParams(max_tokens=2, temperature=0.0),
-            output_index=step_id,
-        )
-        plan = StepPlan(step_id=step_id, chunks=(chunk,), num_decode_tokens=step_id, num_prefill_tokens=1 - step_id)
-        result = runner.execute(plan)
-        if result.failure_by_request:
-            raise RuntimeError(f"the model cannot compute one token: {result.failure_by_request[chunk.request_id]}")
-        token_ids = (result.token_id_by_request[chunk.request_id],)
-
-
 def _ready(loaded: LoadedModel, engine: Engine) -> EngineReady:
     """What routers may count on: no longer request than the KV cache can hold, of which the engine has warned."""
     card = loaded.card.model_copy(update={"max_model_len": min(loaded.card.max_model_len, engine.max_model_len)})
@@ -183,8 +161,9 @@ def _serve(setup: EngineSetup, commands: queue.Queue[Command], reports: Connecti
     settings: WorkerSettings = setup.settings
     started_at = time.monotonic()
     loaded = setup.load_model(settings)
-    warm_up(loaded.runner)
+    calibrate(Engine(settings, loaded.runner, time.monotonic), chunk_tokens=settings.token_budget)  # cold: not learned
     engine = Engine(settings, loaded.runner, time.monotonic)
+    calibrate(engine, chunk_tokens=settings.token_budget)
     ready = _ready(loaded, engine)
     gc.collect()
     gc.freeze()  # what the model is made of lives as long as the process: the collector need not walk it between steps
@@ -199,10 +178,9 @@ def _serve(setup: EngineSetup, commands: queue.Queue[Command], reports: Connecti
 
 
 def main() -> int:
+    # a signal to the whole group is the front's business: it drains, and stops the engine last
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # a signal to the group is the front's: it drains, and stops the engine last
+        signal.signal(number, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]), writable=False)
     reports = Connection(int(sys.argv[2]), readable=False)
     setup: EngineSetup = pipe.recv()

@@ -10,15 +10,8 @@ from stallfree_shared.drain import Drain, serve
 from stallfree_shared.logging import configure_logging
 from stallfree_shared.settings import load_settings
 from stallfree_worker.app import create_app
-from stallfree_worker.loaded_model import LoadedModel, ModelLoader
+from stallfree_worker.loaded_model import ModelLoader, load_real_model
 from stallfree_worker.settings import WorkerSettings
-
-
-def load_real_model(settings: WorkerSettings) -> LoadedModel:
-    """The `ModelLoader` of production. Runs in the engine's process, the only one that imports torch."""
-    from stallfree_worker.model.loader import load_model
-
-    return load_model(settings)
 
 
 async def run(settings: WorkerSettings, load_model: ModelLoader) -> int:

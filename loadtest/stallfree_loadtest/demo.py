@@ -1,0 +1,308 @@
+"""What `make demo` runs: answers stream, a long prompt arrives, and the stamps tell whether the answers went on.
+
+Starts a cluster, measures as a client from outside, prints a report and stops everything. Owns the order of the demo;
+`demo_report` writes what came of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from stallfree_loadtest.client import CompletionRequest, CompletionStream, Server
+from stallfree_loadtest.cluster import ClusterError, ClusterSettings, LocalCluster
+from stallfree_loadtest.demo_texts import OPENINGS, long_text
+from stallfree_loadtest.measures import RequestTrace, Windows, gaps, split_around
+from stallfree_shared.metrics import WORKER_PREFIX
+
+_SAMPLE_CHARS = 1200
+_SAMPLE_OUTPUT_TOKENS = 8
+_SETTLED_TOKENS = 8
+_LONG_OUTPUT_TOKENS = 16
+_MOST_STREAM_TOKENS = 2000
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    cluster: ClusterSettings
+    num_streams: int
+    long_tokens: int
+    tbt_target_seconds: float
+    seconds_before: float
+    """From when all streams run to when the long prompt is sent."""
+    seconds_after: float
+    """From the long prompt's first token to the end of the streams."""
+    timeout_seconds: float
+    """Most seconds for all requests together, once the cluster serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerShare:
+    """What one worker's own metrics say that it did."""
+
+    name: str
+    num_streams: int
+    long_prompt_tokens: int
+    """Prompt tokens that it took in since the streams ran: the long prompt's, or none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """All that the report is made from."""
+
+    streams: tuple[RequestTrace, ...]
+    long: RequestTrace
+    windows: Windows
+    """The streams' gaps around the long prompt's prefill."""
+    workers: tuple[WorkerShare, ...]
+    phase_seconds: dict[str, float]
+
+
+class Phases:
+    """Owns the list of what took how long."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began_at = self._last_at = clock()
+        self.seconds_by_name: dict[str, float] = {}
+
+    def now(self) -> float:
+        return self._clock()
+
+    def end(self, name: str) -> None:
+        now = self._clock()
+        self.seconds_by_name[name] = now - self._last_at
+        self._last_at = now
+
+    @property
+    def total_seconds(self) -> float:
+        return self._clock() - self._began_at
+
+
+async def run_demo(
+    settings: DemoSettings, *, say: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
+) -> DemoResult:
+    """Starts everything, runs the requests, stops everything.
+
+    Raises:
+        ClusterError: a part could not be started.
+        DemoError: a request failed, or the time was over; the message ends with the tail of every log.
+    """
+    phases = Phases(clock)
+
+    def report(line: str) -> None:
+        say(f"[{phases.total_seconds:6.1f} s] {line}")
+
+    cluster = LocalCluster(settings.cluster, report=report)
+    report(f"starting a store, {settings.cluster.num_workers} workers and a router; logs are in {cluster.log_dir}")
+    report(f"the model is {settings.cluster.model}; its very first start may download or convert it")
+    async with cluster:
+        phases.end("start of the cluster")
+        try:
+            async with asyncio.timeout(settings.timeout_seconds):
+                result = await _Run(settings, cluster, phases=phases, report=report).run()
+        except TimeoutError:
+            raise DemoError(_with_logs(f"not done within {settings.timeout_seconds:g} s", cluster)) from None
+        except DemoError as error:
+            raise DemoError(_with_logs(str(error), cluster)) from None
+        report("stopping everything")
+    phases.end("stop of the cluster")
+    return result
+
+
+class _Run:
+    """Owns the requests of one demo on a cluster that serves."""
+
+    def __init__(
+        self, settings: DemoSettings, cluster: LocalCluster, *, phases: Phases, report: Callable[[str], None]
+    ) -> None:
+        self._settings = settings
+        self._cluster = cluster
+        self._phases = phases
+        self._report = report
+        self._server = Server(url=cluster.router_urls[0], model="", silence_timeout_seconds=settings.timeout_seconds)
+        self._progress = asyncio.Event()
+        self._streams: list[CompletionStream] = []
+        self._ended: list[RequestTrace] = []
+
+    async def run(self) -> DemoResult:
+        self._server = await self._find_model()
+        text = await self._long_text()
+        self._phases.end("warming up")
+        async with _running([self._run_to_list(stream, self._ended) for stream in self._start_streams()]):
+            settled_at = await self._settle()
+            long, shares = await self._send_long(text)
+            await self._pause(self._settings.seconds_after)
+        self._phases.end("streams after the long prompt")
+        streams = tuple(stream.trace() for stream in self._streams)
+        found = [gap for trace in streams for gap in gaps(trace) if gap.began_at >= settled_at]
+        windows = split_around(found, began_at=long.sent_at, ended_at=long.stamps[0].at)
+        return DemoResult(
+            streams=streams, long=long, windows=windows, workers=shares, phase_seconds=self._phases.seconds_by_name
+        )
+
+    async def _find_model(self) -> Server:
+        """The name under which the router serves the model."""
+        answer = await _get(f"{self._server.url}/v1/models")
+        model = str(answer.json()["data"][0]["id"])
+        return Server(url=self._server.url, model=model, silence_timeout_seconds=self._settings.timeout_seconds)
+
+    async def _long_text(self) -> str:
+        """A text of about as many tokens as wanted: a sample tells how many characters make a token. It is sent once
+        for every worker, at the same time, so that all are warm and their predictions of speed rest on real steps."""
+        sample = long_text(_SAMPLE_CHARS)
+        requests = [
+            CompletionRequest(request_id=f"sample-{worker.name}", prompt=sample, max_tokens=_SAMPLE_OUTPUT_TOKENS)
+            for worker in self._cluster.workers
+        ]
+        self._report("a sample of the long prompt is sent to every worker, to warm them up and to count its tokens")
+        traces = await asyncio.gather(*(self._stream(request).run() for request in requests))
+        num_tokens = _checked(traces[0]).prompt_tokens
+        if not num_tokens:
+            raise DemoError("the server told no usage.prompt_tokens for a sample of the long text")
+        wanted = int(self._settings.long_tokens * len(sample) / num_tokens)
+        return long_text(wanted)[:wanted]
+
+    def _start_streams(self) -> Sequence[CompletionStream]:
+        for number in range(self._settings.num_streams):
+            request = CompletionRequest(
+                request_id=f"stream-{number + 1}",
+                role="stream",
+                prompt=OPENINGS[number % len(OPENINGS)],
+                max_tokens=_MOST_STREAM_TOKENS,
+                temperature=0.7,
+                seed=number,
+            )
+            self._streams.append(self._stream(request))
+        self._report(f"{len(self._streams)} completions start to stream")
+        return self._streams
+
+    def _stream(self, request: CompletionRequest) -> CompletionStream:
+        return CompletionStream(self._server, request, clock=self._phases.now, on_token=self._progress.set)
+
+    async def _run_to_list(self, stream: CompletionStream, ended: list[RequestTrace]) -> None:
+        ended.append(await stream.run())
+        self._progress.set()
+
+    async def _settle(self) -> float:
+        """Waits until every stream runs. Returns the instant from which their gaps count."""
+        await self._until(lambda: all(stream.num_tokens >= _SETTLED_TOKENS for stream in self._streams))
+        settled_at = self._phases.now()
+        self._phases.end("streams until all run")
+        self._report(f"all streams run; the long prompt follows in {self._settings.seconds_before:g} s")
+        await self._pause(self._settings.seconds_before)
+        self._phases.end("streams before the long prompt")
+        return settled_at
+
+    async def _send_long(self, text: str) -> tuple[RequestTrace, tuple[WorkerShare, ...]]:
+        """Sends the long prompt, waits for its first token, then for its end."""
+        before = await _worker_figures(self._cluster)
+        request = CompletionRequest(request_id="long", role="long", prompt=text, max_tokens=_LONG_OUTPUT_TOKENS)
+        stream = self._stream(request)
+        ended: list[RequestTrace] = []
+        self._report(f"a prompt of about {self._settings.long_tokens:,} tokens is sent")
+        async with _running([self._run_to_list(stream, ended)]):
+            await self._until(lambda: bool(ended) or stream.first_token_at is not None)
+            self._phases.end("prefill of the long prompt")
+            self._report(f"it has its first token; the streams go on for {self._settings.seconds_after:g} s")
+            await self._until(lambda: bool(ended))
+        trace = _checked(ended[0])
+        if not trace.stamps:
+            raise DemoError("the long prompt got no token")
+        return trace, _shares(before, await _worker_figures(self._cluster))
+
+    async def _until(self, claim: Callable[[], bool]) -> None:
+        """Waits for a claim about the requests; a stream that ends too early ends the demo."""
+        while not claim():
+            self._check_streams()
+            self._progress.clear()
+            await self._progress.wait()
+
+    async def _pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._check_streams()
+
+    def _check_streams(self) -> None:
+        for trace in self._ended:
+            _checked(trace)
+        if self._ended:
+            raise DemoError(f"{self._ended[0].request_id} ended after {self._ended[0].num_tokens} tokens, too early")
+
+
+@contextlib.asynccontextmanager
+async def _running(requests: Sequence[Coroutine[None, None, None]]) -> AsyncIterator[None]:
+    """Runs requests beside the block; whatever of them is left at its end is dropped, as by a client that leaves."""
+    tasks = [asyncio.ensure_future(request) for request in requests]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WorkerFigures:
+    name: str
+    requests_running: int
+    prompt_tokens: int
+
+
+async def _worker_figures(cluster: LocalCluster) -> list[_WorkerFigures]:
+    return [await _figures_of(worker.name, worker.url) for worker in cluster.workers]
+
+
+async def _figures_of(name: str, url: str) -> _WorkerFigures:
+    value_by_name: dict[str, float] = {}
+    for family in text_string_to_metric_families((await _get(f"{url}/metrics")).text):
+        for sample in family.samples:
+            value_by_name[sample.name] = value_by_name.get(sample.name, 0.0) + sample.value
+    return _WorkerFigures(
+        name=name,
+        requests_running=int(value_by_name.get(f"{WORKER_PREFIX}_requests_running", 0)),
+        prompt_tokens=int(value_by_name.get(f"{WORKER_PREFIX}_prompt_tokens_total", 0)),
+    )
+
+
+def _shares(before: Sequence[_WorkerFigures], after: Sequence[_WorkerFigures]) -> tuple[WorkerShare, ...]:
+    return tuple(
+        WorkerShare(
+            name=early.name,
+            num_streams=early.requests_running,
+            long_prompt_tokens=late.prompt_tokens - early.prompt_tokens,
+        )
+        for early, late in zip(before, after, strict=True)
+    )
+
+
+async def _get(url: str) -> httpx.Response:
+    try:
+        async with httpx.AsyncClient(trust_env=False, timeout=30.0) as client:
+            return (await client.get(url)).raise_for_status()
+    except httpx.HTTPError as error:
+        raise DemoError(f"GET {url}: {error}") from error
+
+
+def _checked(trace: RequestTrace) -> RequestTrace:
+    if trace.outcome == "error":
+        raise DemoError(f"{trace.request_id} failed after {trace.num_tokens} tokens: {trace.error}")
+    return trace
+
+
+def _with_logs(reason: str, cluster: LocalCluster) -> str:
+    return "\n\n".join((reason, *(part.obituary() for part in cluster.parts)))
+
+
+__all__ = ["ClusterError", "DemoError", "DemoResult", "DemoSettings", "run_demo"]
