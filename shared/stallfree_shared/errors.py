@@ -8,6 +8,7 @@
     │   ├── ModelNotFoundError         404
     │   ├── RouteNotFoundError         404
     │   ├── MethodNotAllowedError      405
+    │   ├── SlowClientError            408
     │   └── PayloadTooLargeError       413
     ├── OverloadedError                429  refused early, with a time to come back
     ├── UnavailableError               503  nobody can serve this now
@@ -99,6 +100,13 @@ class RouteNotFoundError(InvalidRequestError):
 class MethodNotAllowedError(InvalidRequestError):
     code = "method_not_allowed"
     http_status = 405
+
+
+class SlowClientError(InvalidRequestError):
+    """The client takes its answer so slowly that what waits for it has reached its bound."""
+
+    code = "slow_client"
+    http_status = 408
 
 
 class PayloadTooLargeError(InvalidRequestError):

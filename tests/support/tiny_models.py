@@ -95,22 +95,22 @@ def build_tiny_model(folder: Path, family: str = "llama", **overrides: object) -
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
     config = recipe.config_class(**{**_SIZES, "vocab_size": VOCAB_SIZE, **tokens, **recipe.arguments, **overrides})
     torch.manual_seed(17)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _spread_weights(model)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]  # untyped there
+    _spread_weights(model, embedding_spread=0.01 if family == "gemma3" else 0.1)
     model.save_pretrained(folder)
     _save_tokenizer(folder)
     return folder
 
 
-def _spread_weights(model: torch.nn.Module) -> None:
+def _spread_weights(model: torch.nn.Module, *, embedding_spread: float) -> None:
     """A fresh model's weights are so small that it repeats one token; larger ones make logits that depend on all
-    that came before, and norms and biases that are not all alike."""
+    that came before, and norms and biases that are not all alike. Gemma multiplies its embeddings by 8."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.add_(torch.randn_like(weight) * 0.2)
             else:
-                weight.copy_(torch.randn_like(weight) * (0.1 if "embed" in name else 0.2))
+                weight.copy_(torch.randn_like(weight) * (embedding_spread if "embed" in name else 0.2))
 
 
 def _save_tokenizer(folder: Path) -> None:
@@ -123,8 +123,7 @@ def _save_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL_TOKENS])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>"
-    )
+    named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)  # type: ignore[no-untyped-call]  # untyped there
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)

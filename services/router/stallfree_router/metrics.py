@@ -110,6 +110,11 @@ class RouterMetrics:
             buckets=shared.SHORT_BUCKETS_SECONDS,
             registry=self.registry,
         )
+        self.records_dropped = Counter(
+            f"{prefix}_records_dropped_total",
+            "Records of ended requests that were never written, because Redis was away for too long.",
+            registry=self.registry,
+        )
         self.redis_degraded = Gauge(
             f"{prefix}_redis_degraded", "1 while Redis is away and request state is not kept.", registry=self.registry
         )

@@ -1,0 +1,116 @@
+"""create_app(): the only place that wires the router together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from asyncio import CancelledError, TaskGroup
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+
+from fastapi import FastAPI
+
+from stallfree_router.accounting import Accounting
+from stallfree_router.admission import Admission
+from stallfree_router.discovery import UrlDiscovery
+from stallfree_router.dispatch import Dispatcher
+from stallfree_router.event_loop_lag import sample_event_loop_lag
+from stallfree_router.generation import Generator, ServedModels, TextGenerator
+from stallfree_router.metrics import RouterMetrics
+from stallfree_router.predictor import Predictor
+from stallfree_router.records import RequestRecords
+from stallfree_router.routes import chat, completions, models, ops
+from stallfree_router.routes.errors import add_error_handlers
+from stallfree_router.routes.front import Front
+from stallfree_router.routes.services import Services
+from stallfree_router.settings import RouterSettings
+from stallfree_router.text.registry import TokenizerRegistry
+from stallfree_router.workers import Workers
+from stallfree_shared.drain import Drain
+
+
+def create_app(settings: RouterSettings, *, drain: Drain) -> FastAPI:
+    """The router, ready to be served; `drain` belongs to the process that serves it."""
+    metrics = RouterMetrics()
+    tokenizers = TokenizerRegistry()
+    workers = Workers(
+        discovery=UrlDiscovery(settings), settings=settings, metrics=metrics, on_model=tokenizers.add_model
+    )
+    records = RequestRecords(settings, metrics)
+    dispatcher = Dispatcher(
+        workers=workers, predictor=Predictor(metrics), records=records, metrics=metrics, settings=settings
+    )
+    return assemble(
+        settings,
+        drain=drain,
+        metrics=metrics,
+        tokenizers=tokenizers,
+        served_models=workers,
+        generator=dispatcher,
+        background=(workers.run, records.run),
+    )
+
+
+def assemble(
+    settings: RouterSettings,
+    *,
+    drain: Drain,
+    metrics: RouterMetrics,
+    tokenizers: TokenizerRegistry,
+    served_models: ServedModels,
+    generator: Generator,
+    background: Sequence[Callable[[], Coroutine[None, None, None]]] = (),
+) -> FastAPI:
+    """The API side on top of any dispatching side. `background` runs from start to end, and ends in that order."""
+    text_generator = TextGenerator(
+        admission=Admission(settings, drain=drain),
+        served_models=served_models,
+        tokenizers=tokenizers,
+        generator=generator,
+        max_choices=settings.max_choices,
+    )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        lag = functools.partial(sample_event_loop_lag, metrics.event_loop_lag_seconds)
+        try:
+            async with _running(*background, lag):
+                yield
+        finally:
+            tokenizers.close()
+
+    app = FastAPI(
+        title="Stallfree router",
+        lifespan=lifespan,
+        redirect_slashes=False,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.services = Services(
+        settings=settings,
+        drain=drain,
+        metrics=metrics,
+        served_models=served_models,
+        text_generator=text_generator,
+        created=int(time.time()),
+    )
+    for routes in (completions, chat, models, ops):
+        app.include_router(routes.router)
+    add_error_handlers(app)
+    app.add_middleware(Front, accounting=Accounting(metrics, clock=time.monotonic), api_key=settings.api_key)
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _running(*jobs: Callable[[], Coroutine[None, None, None]]) -> AsyncIterator[None]:
+    """Runs `jobs` while the block runs, then cancels them one after another."""
+    async with TaskGroup() as group:
+        tasks = [group.create_task(job()) for job in jobs]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(CancelledError):
+                    await task

@@ -1,0 +1,211 @@
+"""One request's life: predict → pick → submit → stream. Called by `generation`, which turns the tokens into text.
+
+A failure before the first token sends the request to another worker; one after it is told to the client, for a second
+generation would not continue the first one's text. Every token is handed on once: its index says where it belongs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from stallfree_router.attempt import Attempt
+from stallfree_router.messages import Generation, OutputTokens
+from stallfree_router.metrics import RouterMetrics
+from stallfree_router.policy import Demand
+from stallfree_router.predictor import Predictor
+from stallfree_router.records import LiveRecord, RequestRecords
+from stallfree_router.settings import DispatchSettings
+from stallfree_router.workers import Reservation, Workers
+from stallfree_shared.errors import (
+    InvalidRequestError,
+    StallfreeError,
+    StepFailedError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+from stallfree_shared.wire import FinishReason, TokenEvent
+
+MAX_WORKERS_LOST = 2
+"""A request that takes so many workers down with it is not sent to another one."""
+_TOKEN_ID_LIMIT = 2**32
+
+
+@dataclass(slots=True, kw_only=True)
+class _Life:
+    """What a request has been through so far."""
+
+    generation: Generation
+    demand: Demand
+    record: LiveRecord
+    attempt: int = 0
+    is_placed: bool = False
+    """The present attempt has a worker."""
+    is_accepted: bool = False
+    """And that worker has taken it."""
+    num_workers_lost: int = 0
+    """After they had accepted it."""
+    tried: set[str] = field(default_factory=set)
+    dispatch_reason: str = "first"
+    num_output_tokens: int = 0
+    finish_reason: FinishReason | None = None
+
+
+class Dispatcher:
+    """Sends generations to workers."""
+
+    def __init__(
+        self,
+        *,
+        workers: Workers,
+        predictor: Predictor,
+        records: RequestRecords,
+        metrics: RouterMetrics,
+        settings: DispatchSettings,
+    ) -> None:
+        self._workers = workers
+        self._predictor = predictor
+        self._records = records
+        self._metrics = metrics
+        self._settings = settings
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[OutputTokens, None]:
+        """The output tokens of a generation, in order, each once; the last item has `finish_reason` and `usage`.
+        Closing it cancels the generation on its worker.
+
+        Raises:
+            UnavailableError, OverloadedError, InvalidRequestError: before the first token only.
+            ServingError: the worker, or the way to it, failed. After the first token: the answer is incomplete.
+        """
+        life = self._begin(generation)
+        try:
+            async with contextlib.aclosing(self._try_workers(life)) as outputs:
+                async for output in outputs:
+                    yield output
+        except StallfreeError as error:
+            life.record.fail(error.info)
+            raise
+        finally:
+            life.record.close()
+            self._learn(life)
+
+    async def _try_workers(self, life: _Life) -> AsyncGenerator[OutputTokens, None]:
+        """Attempts, until one gives output or all are used up."""
+        while True:
+            try:
+                async with contextlib.aclosing(self._try_one(life)) as outputs:
+                    async for output in outputs:
+                        yield output
+            except StallfreeError as error:
+                life.num_workers_lost += life.is_accepted and isinstance(error, WorkerLostError | WorkerTimeoutError)
+                if not self._may_retry(life, error):
+                    raise
+                life.dispatch_reason = error.code
+            else:
+                return
+
+    async def _try_one(self, life: _Life) -> AsyncGenerator[OutputTokens, None]:
+        life.is_placed = life.is_accepted = False
+        async with self._workers.reserved(life.demand, tried=life.tried) as reservation:
+            self._place(life, reservation)
+            submitted = reservation.connection.submitted(
+                life.generation,
+                attempt_number=life.attempt,
+                expected_output_tokens=life.demand.expected_output_tokens,
+            )
+            async with submitted as (accepted, attempt):
+                life.is_accepted = True
+                self._workers.mark_accepted(reservation, accepted)
+                async with contextlib.aclosing(self._stream(life, attempt, accepted.tbt_target_seconds)) as outputs:
+                    async for output in outputs:
+                        if output.index == 0:
+                            self._workers.mark_output(reservation)
+                        yield output
+
+    async def _stream(
+        self, life: _Life, attempt: Attempt, tbt_target_seconds: float
+    ) -> AsyncGenerator[OutputTokens, None]:
+        """The attempt's events, to the last one."""
+        while life.finish_reason is None:
+            event, received_at = await attempt.next_event()
+            token_ids = _new_token_ids(event, life.num_output_tokens)
+            index = life.num_output_tokens
+            life.num_output_tokens += len(token_ids)
+            life.finish_reason = event.finish_reason
+            life.record.add_tokens(token_ids)
+            if event.finish_reason is not None:
+                life.record.finish(event.finish_reason, event.usage)
+            yield OutputTokens(
+                index=index,
+                token_ids=token_ids,
+                received_at=received_at,
+                tbt_target_seconds=tbt_target_seconds,
+                finish_reason=event.finish_reason,
+                usage=event.usage,
+            )
+
+    def _begin(self, generation: Generation) -> _Life:
+        max_tokens = generation.sampling.max_tokens
+        expected = (
+            float(max_tokens)
+            if generation.sampling.ignore_eos
+            else self._predictor.expected_output_tokens(generation.model, max_tokens)
+        )
+        demand = Demand(
+            model=generation.model,
+            prompt_tokens=len(generation.prompt_token_ids),
+            max_tokens=max_tokens,
+            expected_output_tokens=expected,
+        )
+        return _Life(generation=generation, demand=demand, record=self._records.open(generation))
+
+    def _place(self, life: _Life, reservation: Reservation) -> None:
+        life.is_placed = True
+        life.attempt += 1
+        life.tried.add(reservation.url)
+        life.record.dispatch(attempt=life.attempt, worker=reservation.url)
+        self._metrics.attempts.labels(life.dispatch_reason).inc()
+        if life.attempt == 1:
+            queued_seconds = time.monotonic() - life.generation.arrived_at
+            labels = life.generation.model, life.generation.tenant
+            self._metrics.queue_seconds.labels(*labels).observe(max(0.0, queued_seconds))
+
+    def _may_retry(self, life: _Life, error: StallfreeError) -> bool:
+        return (
+            life.is_placed
+            and life.num_output_tokens == 0
+            and life.attempt < self._settings.max_attempts
+            and life.num_workers_lost < MAX_WORKERS_LOST
+            and not isinstance(error, InvalidRequestError | StepFailedError)
+        )
+
+    def _learn(self, life: _Life) -> None:
+        """Tells the predictor the length. One that a client or a failure cut is a lower bound of it."""
+        sampling = life.generation.sampling
+        if life.num_output_tokens == 0 or sampling.ignore_eos:
+            return
+        self._predictor.learn(
+            life.generation.model,
+            sampling.max_tokens,
+            num_tokens=life.num_output_tokens,
+            predicted=life.demand.expected_output_tokens,
+            ended_by_itself=life.finish_reason == "stop",
+        )
+
+
+def _new_token_ids(event: TokenEvent, num_known: int) -> tuple[int, ...]:
+    """The tokens of an event that come after the `num_known` first ones.
+
+    Raises:
+        StallfreeError: the event is the end by an error; `WorkerLostError` where tokens in between are missing,
+            or are no tokens.
+    """
+    if event.error is not None:
+        raise StallfreeError.from_info(event.error)
+    if event.index > num_known:
+        raise WorkerLostError(f"the worker's tokens {num_known} to {event.index - 1} are missing")
+    if any(not 0 <= token_id < _TOKEN_ID_LIMIT for token_id in event.token_ids):
+        raise WorkerLostError("the worker sent a number that is no token id")
+    return event.token_ids[num_known - event.index :]

@@ -1,0 +1,140 @@
+"""openai_api.py: strict types, ranges, and the shapes of answers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from stallfree_shared.openai_api import (
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatDelta,
+    CompletionRequest,
+    GenerationBody,
+)
+
+
+def completion(**fields: object) -> CompletionRequest:
+    return CompletionRequest.model_validate({"model": "m", "prompt": "x", **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0}, {"temperature": 2}, {"temperature": 1e-12}, {"temperature": 0.7},
+        {"top_p": 1}, {"top_p": 1e-9},
+        {"top_k": -1}, {"top_k": 0}, {"top_k": 1}, {"top_k": 10**9},
+        {"min_p": 0}, {"min_p": 1},
+        {"seed": 0}, {"seed": -(2**63)}, {"seed": 2**63 - 1},
+        {"max_tokens": 1}, {"max_tokens": 10**12},
+        {"stop": "x"}, {"stop": []}, {"stop": ["\0"]}, {"stop": ["x"] * 16}, {"stop": "x" * 1000},
+    ],
+)  # fmt: skip
+def test_a43_values_within_the_table_are_accepted(fields: dict[str, object]) -> None:
+    completion(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": -0.1}, {"temperature": 2.1}, {"temperature": 1e308}, {"temperature": "hot"},
+        {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": True},
+        {"top_p": 0}, {"top_p": -1}, {"top_p": 1.1},
+        {"top_k": -2}, {"top_k": 1.5}, {"top_k": "1"},
+        {"min_p": -1}, {"min_p": 2},
+        {"seed": 2**63}, {"seed": -(2**63) - 1}, {"seed": 1.5}, {"seed": True},
+        {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "5"}, {"max_tokens": 5.0}, {"max_tokens": True},
+        {"n": 0}, {"n": "2"}, {"stream": "true"}, {"stream": 1}, {"ignore_eos": "false"},
+        {"stop": ""}, {"stop": ["", "END"]}, {"stop": ["a", 1]}, {"stop": [["a"]]}, {"stop": 5},
+        {"stop": ["x"] * 17}, {"stop": "x" * 1001},
+        {"stop_token_ids": ["1"]}, {"stop_token_ids": [1] * 257},
+    ],
+)  # fmt: skip
+def test_a43_values_outside_the_table_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValidationError) as error:
+        completion(**fields)
+    assert str(error.value.errors()[0]["loc"][0]) in fields
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [True], ["a", 1], [[1], "a"], [[1, "a"]], [[[1]]], [], {}, 5, None])
+def test_a31_prompts_of_wrong_or_mixed_types_are_refused(prompt: object) -> None:
+    with pytest.raises(ValidationError):
+        completion(prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ((1, 2),)), ([[1, 2], [3]], ((1, 2), (3,))), ([""], ("",))],
+)
+def test_a31_a_prompt_is_text_or_ids_or_a_list_of_either(prompt: object, expected: tuple[object, ...]) -> None:
+    assert completion(prompt=prompt).prompt == expected
+
+
+def test_equal_stop_strings_are_one() -> None:
+    assert completion(stop=["a", "b", "a"]).stop == ("a", "b")
+
+
+def chat(content: object, role: str = "user", **fields: object) -> ChatCompletionRequest:
+    message = {"role": role, "content": content, **fields}
+    return ChatCompletionRequest.model_validate({"model": "m", "messages": [message]})
+
+
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "developer"])
+def test_a38_text_parts_are_joined_by_a_newline(role: str) -> None:
+    parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+    assert chat(parts, role).messages == chat("A\nB", role).messages
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, 5, {}, [1], [{}], [{"type": "text"}], [{"type": "text", "text": None}], [{"text": "A"}], [{"type": 3}],
+     [{"type": "image_url", "image_url": {"url": "http://x"}}]],
+)  # fmt: skip
+def test_a38_content_that_is_no_text_is_refused(content: object) -> None:
+    with pytest.raises(ValidationError) as error:
+        chat(content)
+    assert error.value.errors()[0]["loc"] == ("messages", 0, "content")
+
+
+@pytest.mark.parametrize("role", ["robot", "tool", "function", "", 5])
+def test_a39_unknown_roles_are_refused(role: str) -> None:
+    with pytest.raises(ValidationError):
+        chat("x", role)
+
+
+def test_a45_max_completion_tokens_wins_over_max_tokens() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 50}
+    assert ChatCompletionRequest.model_validate({**body, "max_completion_tokens": 5}).wanted_max_tokens == 5
+    assert ChatCompletionRequest.model_validate({**body, "max_completion_tokens": None}).wanted_max_tokens == 50
+    with pytest.raises(ValidationError):
+        ChatCompletionRequest.model_validate({**body, "max_completion_tokens": 0})
+
+
+def test_a47_fields_that_are_not_known_are_ignored() -> None:
+    assert completion(temprature=0, user="x") == completion()
+
+
+def test_a_body_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        completion().__setattr__("n", 5)
+
+
+def test_a_chunk_shows_a_null_finish_reason_and_leaves_out_what_it_has_not() -> None:
+    choice = ChatChunkChoice(index=0, delta=ChatDelta(content="x"), finish_reason=None)
+    chunk = ChatCompletionChunk(id="i", created=1, model="m", choices=[choice])
+    assert json.loads(chunk.model_dump_json()) == {
+        "id": "i",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "m",
+        "choices": [{"index": 0, "delta": {"content": "x"}, "logprobs": None, "finish_reason": None}],
+    }
+
+
+def test_usage_is_asked_for_by_stream_options() -> None:
+    body: GenerationBody = completion(stream_options={"include_usage": True})
+    assert body.include_usage
+    assert not completion(stream_options={"include_usage": None}).include_usage
