@@ -15,12 +15,13 @@ import sys
 from collections.abc import Sequence
 from typing import TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from stallfree_shared.logging import LogFormat, LogLevel
 
 ENV_PREFIX = "STALLFREE_"
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class SettingsGroup(BaseSettings):
@@ -70,6 +71,13 @@ class RedisSettings(SettingsGroup):
         0.25, gt=0, description="Most seconds one call to Redis may take; then it counts as failed."
     )
     record_ttl_seconds: int = Field(3600, ge=1, description="Seconds that a request's record outlives its last change.")
+
+    @field_validator("redis_url")
+    @classmethod
+    def _check_redis_url(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(REDIS_SCHEMES):
+            raise ValueError(f"a Redis URL begins with one of {', '.join(REDIS_SCHEMES)}")
+        return value
 
 
 SettingsT = TypeVar("SettingsT", bound=SettingsGroup)

@@ -35,7 +35,9 @@ FinishReason = Literal["stop", "length"]
 
 
 class WireModel(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    """What one version adds, another one skips: routers and workers are rolled one after the other."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
 class SamplingParams(WireModel):

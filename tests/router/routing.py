@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from stallfree_router.discovery import Discovery, UrlDiscovery
 from stallfree_router.dispatch import Dispatcher
-from stallfree_router.messages import Generation, OutputTokens
+from stallfree_router.messages import Generation, Outputs
 from stallfree_router.metrics import RouterMetrics
 from stallfree_router.predictor import Predictor
 from stallfree_router.records import RequestRecords
@@ -119,7 +119,7 @@ def generation(
     )
 
 
-async def collect(outputs: AsyncGenerator[OutputTokens, None], into: list[int] | None = None) -> list[int]:
+async def collect(outputs: Outputs, into: list[int] | None = None) -> list[int]:
     """All token ids; those that came before an error are in `into`."""
     token_ids = [] if into is None else into
     async with contextlib.aclosing(outputs) as each:

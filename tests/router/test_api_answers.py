@@ -154,6 +154,7 @@ async def test_a_stop_string_cancels_the_generation_on_its_worker(
     await ask(client, "/v1/completions", fields_for("/v1/completions", "a.b" + "c" * 500, stop="."), stream=False)
     assert router.generator.num_closed_early == 1
     assert router.generator.num_given < 30
+    assert router.generator.completed == [2]
 
 
 @pytest.mark.parametrize("path", GENERATION_PATHS)

@@ -262,3 +262,29 @@ async def test_c34_ended_records_that_cannot_be_written_are_bounded_and_counted(
             records.open(generation(f"r{number}", num_prompt_tokens=num_tokens)).close()
         assert records.num_held == 4
         assert metrics.registry.get_sample_value("stallfree_router_records_dropped_total") == 2
+
+
+async def test_a_stop_string_is_an_end_and_no_cancellation(server: RedisServer) -> None:
+    worker = FakeWorker()
+    worker.hold_at = 4
+    async with worker.serving() as url, routing(url, redis=settings(server)) as router:
+        await router.usable()
+        async with contextlib.aclosing(router.dispatcher.generate(generation(max_tokens=100))) as outputs:
+            while (await anext(outputs)).index < 3:
+                pass
+            outputs.complete(num_tokens=3)
+        record = await wait_for(server, "finished")
+        assert (record.finish_reason, record.usage) == ("stop", Usage(prompt_tokens=3, completion_tokens=3))
+        await wait_until(lambda: worker.cancels == [(RequestId("r1"), 1)], what="the cancel")
+        assert router.sample("predicted_output_tokens_error_ratio_count", model=MODEL) == 1
+        await router.idle()
+
+
+async def test_outputs_that_nobody_reads_leave_no_record_behind(server: RedisServer) -> None:
+    worker = FakeWorker()
+    async with worker.serving() as url, routing(url, redis=settings(server)) as router:
+        await router.usable()
+        await router.dispatcher.generate(generation()).aclose()
+        assert (await wait_for(server, "cancelled")).attempt == 0
+        assert worker.submits == []
+        await router.idle()

@@ -8,7 +8,7 @@ import sys
 import pytest
 from pydantic import Field, ValidationError
 
-from stallfree_shared.settings import SettingsGroup, load_settings
+from stallfree_shared.settings import RedisSettings, SettingsGroup, load_settings
 
 
 class _Group(SettingsGroup):
@@ -40,6 +40,13 @@ def test_an_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         load_settings(_Group, program="p", arguments=["--max-thing", "1"])
     assert exit_info.value.code == 2
     assert "--max-thing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "http://a:1", ""])
+def test_a_wrong_redis_url_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(RedisSettings, program="p", arguments=["--redis-url", url])
+    assert "--redis-url (STALLFREE_REDIS_URL): Value error, a Redis URL begins with" in capsys.readouterr().err
 
 
 def test_settings_cannot_be_changed() -> None:

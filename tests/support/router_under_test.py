@@ -32,6 +32,26 @@ TBT_TARGET_SECONDS = 0.2
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
+class EchoOutputs:
+    """The `Outputs` of one generation."""
+
+    def __init__(self, generator: EchoGenerator, outputs: AsyncGenerator[OutputTokens, None]) -> None:
+        self._generator = generator
+        self._outputs = outputs
+
+    def __aiter__(self) -> AsyncIterator[OutputTokens]:
+        return self
+
+    async def __anext__(self) -> OutputTokens:
+        return await anext(self._outputs)
+
+    def complete(self, *, num_tokens: int) -> None:
+        self._generator.completed.append(num_tokens)
+
+    async def aclose(self) -> None:
+        await self._outputs.aclose()
+
+
 class EchoGenerator:
     """A `Generator` without workers. `budget` None gives all tokens at once; else each token needs one `release`."""
 
@@ -41,6 +61,8 @@ class EchoGenerator:
         self.running = 0
         self.num_closed_early = 0
         self.num_given = 0
+        self.completed: list[int] = []
+        """Tokens of each generation that its text has ended early."""
         self.error: StallfreeError | Exception | None = None
         """Raised in place of output token `error_index` of every generation."""
         self.error_index = 0
@@ -55,7 +77,10 @@ class EchoGenerator:
         for _ in range(num_events):
             self._budget.release()
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[OutputTokens, None]:
+    def generate(self, generation: Generation) -> EchoOutputs:
+        return EchoOutputs(self, self._give(generation))
+
+    async def _give(self, generation: Generation) -> AsyncGenerator[OutputTokens, None]:
         self.generations.append(generation)
         self.running += 1
         has_ended = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from stallfree_router.attempt import Attempt
@@ -26,7 +26,7 @@ from stallfree_shared.errors import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from stallfree_shared.wire import FinishReason, TokenEvent
+from stallfree_shared.wire import FinishReason, TokenEvent, Usage
 
 MAX_WORKERS_LOST = 2
 """A request that takes so many workers down with it is not sent to another one."""
@@ -53,6 +53,31 @@ class _Life:
     finish_reason: FinishReason | None = None
 
 
+class DispatchedOutputs:
+    """The `Outputs` of a generation that workers continue."""
+
+    def __init__(self, life: _Life, outputs: AsyncGenerator[OutputTokens, None]) -> None:
+        self._life = life
+        self._outputs = outputs
+
+    def __aiter__(self) -> AsyncIterator[OutputTokens]:
+        return self
+
+    async def __anext__(self) -> OutputTokens:
+        return await anext(self._outputs)
+
+    def complete(self, *, num_tokens: int) -> None:
+        life = self._life
+        life.num_output_tokens = num_tokens
+        life.finish_reason = "stop"
+        num_prompt_tokens = len(life.generation.prompt_token_ids)
+        life.record.finish("stop", Usage(prompt_tokens=num_prompt_tokens, completion_tokens=num_tokens))
+
+    async def aclose(self) -> None:
+        await self._outputs.aclose()
+        self._life.record.close()  # for outputs that nobody has looked at
+
+
 class Dispatcher:
     """Sends generations to workers."""
 
@@ -71,15 +96,16 @@ class Dispatcher:
         self._metrics = metrics
         self._settings = settings
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[OutputTokens, None]:
-        """The output tokens of a generation, in order, each once; the last item has `finish_reason` and `usage`.
-        Closing it cancels the generation on its worker.
+    def generate(self, generation: Generation) -> DispatchedOutputs:
+        """Begins with the first look at the outputs. Raises, as they are read:
 
-        Raises:
-            UnavailableError, OverloadedError, InvalidRequestError: before the first token only.
-            ServingError: the worker, or the way to it, failed. After the first token: the answer is incomplete.
+        UnavailableError, OverloadedError, InvalidRequestError: before the first token only.
+        ServingError: the worker, or the way to it, failed. After the first token: the answer is incomplete.
         """
         life = self._begin(generation)
+        return DispatchedOutputs(life, self._live(life))
+
+    async def _live(self, life: _Life) -> AsyncGenerator[OutputTokens, None]:
         try:
             async with contextlib.aclosing(self._try_workers(life)) as outputs:
                 async for output in outputs:

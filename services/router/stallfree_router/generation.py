@@ -13,7 +13,7 @@ from typing import Protocol
 
 from stallfree_router.admission import Admission
 from stallfree_router.choices import merge
-from stallfree_router.messages import Generation, OutputTokens
+from stallfree_router.messages import Generation, Outputs, OutputTokens
 from stallfree_router.sampling import resolve_sampling
 from stallfree_router.text.detokenizer import Detokenizer
 from stallfree_router.text.prompts import TokenIds, tokenize_prompts
@@ -32,9 +32,7 @@ _MAX_SHOWN_NAME_CHARACTERS = 64
 class Generator(Protocol):
     """Continues prompts on workers (`dispatch.Dispatcher`)."""
 
-    def generate(self, generation: Generation) -> AsyncGenerator[OutputTokens, None]:
-        """The output, as it comes; closing it cancels the request on its worker."""
-        ...
+    def generate(self, generation: Generation) -> Outputs: ...
 
 
 class ServedModels(Protocol):
@@ -147,6 +145,8 @@ class TextGenerator:
         async with contextlib.aclosing(self._generator.generate(generation)) as outputs:
             async for output in outputs:
                 event = text.extend(choice, output)
+                if event.finish_reason is not None and output.finish_reason is None:
+                    outputs.complete(num_tokens=output.index + len(event.token_ids))
                 yield event
                 if event.finish_reason is not None:
                     return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from stallfree_shared.wire import FinishReason, RequestId, SamplingParams, Usage
 
@@ -40,3 +42,22 @@ class OutputTokens:
     """Set on the last; "stop" means that the last token is an end or stop token, which is never text."""
     usage: Usage | None = None
     """Set on the last."""
+
+
+class Outputs(Protocol):
+    """The output of one generation, in order, each token once; the last item has `finish_reason` and `usage`."""
+
+    def __aiter__(self) -> AsyncIterator[OutputTokens]: ...
+
+    async def __anext__(self) -> OutputTokens:
+        """Raises the error tree's errors: before the first token any of them, after it `ServingError` only."""
+        ...
+
+    def complete(self, *, num_tokens: int) -> None:
+        """The answer is whole with its first `num_tokens` tokens, for its text has come to a stop string. What was
+        received beyond them does not count, and closing is no cancellation."""
+        ...
+
+    async def aclose(self) -> None:
+        """Lets go of the generation; what still runs of it is cancelled on its worker."""
+        ...

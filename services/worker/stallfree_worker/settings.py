@@ -19,7 +19,7 @@ class ModelSettings(SettingsGroup):
 
     model: str = Field(
         description="What to serve: a folder in Hugging Face format, a GGUF file, or a hub id "
-        "such as Qwen/Qwen2.5-0.5B-Instruct."
+        "such as Qwen/Qwen2.5-0.5B-Instruct. demo:gemma3-270m is the small model of the extra [demo]."
     )
     served_model_name: str | None = Field(
         None, description="Name that clients use; by default the hub id, or the last part of the path."

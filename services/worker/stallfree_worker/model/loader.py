@@ -1,0 +1,143 @@
+"""Loads a model: settings in, a runner and a model card out. Called in the engine's process, once per start."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from stallfree_worker.loaded_model import LoadedModel
+from stallfree_worker.model.attention import BACKENDS
+from stallfree_worker.model.card import ModelFolder, make_card
+from stallfree_worker.model.checkpoint import Checkpoint
+from stallfree_worker.model.config_reader import JsonObject
+from stallfree_worker.model.decoder import Decoder
+from stallfree_worker.model.errors import ModelLoadError
+from stallfree_worker.model.families import DecoderConfig, read_decoder_config
+from stallfree_worker.model.kv_cache import DEFAULT_CPU_CACHE_BYTES, KVCache, KVCacheShape
+from stallfree_worker.model.runner import ModelRunner, RunnerLimits
+from stallfree_worker.model.source import model_folder
+from stallfree_worker.model.weights import WeightTarget, load_weights
+from stallfree_worker.settings import ModelSettings, WorkerSettings
+
+_logger = logging.getLogger(__name__)
+
+
+def load_model(settings: WorkerSettings) -> LoadedModel:
+    """Raises `ModelLoadError` for whatever keeps this model from being served with these settings."""
+    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+    path = model_folder(settings)
+    folder = ModelFolder.read(path)
+    config = read_decoder_config(folder.config)
+    max_model_len = _max_model_len(config, settings.max_model_len)
+    vocab_size = min(folder.num_tokenizer_ids(), config.vocab_size)
+    decoder, dtype = _load_decoder(path, folder.config, config, settings, num_head_rows=vocab_size)
+    limits = RunnerLimits(max_model_len=max_model_len, eos_token_ids=folder.eos_token_ids)
+    cache_shape = KVCacheShape.of(config, block_size=settings.block_size, dtype=dtype)
+    runner = _make_runner(decoder, cache_shape, limits, settings)
+    _logger.info(
+        "model loaded",
+        extra={
+            "model": settings.model,
+            "dtype": str(dtype),
+            "kv_blocks": runner.num_blocks,
+            "threads": torch.get_num_threads(),
+        },
+    )
+    return LoadedModel(
+        runner=runner,
+        card=make_card(
+            folder,
+            name=settings.served_model_name or _default_name(settings.model),
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            chat_template=settings.chat_template,
+        ),
+        tokenizer_path=folder.tokenizer_path,
+    )
+
+
+def _default_name(model: str) -> str:
+    """A hub id as it is; of a path the last part."""
+    is_path = model.startswith(("/", ".", "~")) or Path(model).exists()
+    return Path(model).expanduser().resolve().name if is_path else model
+
+
+def _load_decoder(
+    path: Path, config_json: JsonObject, config: DecoderConfig, settings: ModelSettings, *, num_head_rows: int
+) -> tuple[Decoder, torch.dtype]:
+    device = _device(settings)
+    with Checkpoint(path) as checkpoint:
+        dtype = _dtype(settings, config_json, checkpoint, device)
+        target = WeightTarget(device=device, dtype=dtype, num_head_rows=num_head_rows)
+        weights = load_weights(checkpoint, config, target)
+    return Decoder(config, weights, BACKENDS[settings.attention_backend]()), dtype
+
+
+def _make_runner(decoder: Decoder, shape: KVCacheShape, limits: RunnerLimits, settings: WorkerSettings) -> ModelRunner:
+    most_useful_tokens = limits.max_model_len * settings.max_num_seqs
+
+    def runner_within(memory_bytes: int) -> ModelRunner:
+        num_blocks = shape.blocks_within(memory_bytes, most_useful_tokens=most_useful_tokens)
+        cache = KVCache(shape, num_blocks=num_blocks, device=decoder.device)
+        runner = ModelRunner(decoder, cache, limits)
+        runner.warm_up(settings.token_budget)
+        return runner
+
+    if settings.kv_cache_memory is not None:
+        return runner_within(int(settings.kv_cache_memory))
+    if decoder.device.type == "cpu":
+        return runner_within(DEFAULT_CPU_CACHE_BYTES)
+    # The largest step tells what weights and activations need; its own cache is counted with them and given back.
+    step_blocks = 2 + settings.token_budget // shape.block_size
+    torch.cuda.reset_peak_memory_stats(decoder.device)
+    runner_within(step_blocks * shape.block_bytes)
+    needed_bytes = torch.cuda.max_memory_allocated(decoder.device) - step_blocks * shape.block_bytes
+    torch.cuda.empty_cache()
+    total_bytes = torch.cuda.get_device_properties(decoder.device).total_memory
+    return runner_within(int(total_bytes * settings.gpu_memory_utilization) - needed_bytes)
+
+
+def _max_model_len(config: DecoderConfig, wanted: int | None) -> int:
+    longest = config.longest_context
+    if wanted is not None and wanted > longest:
+        raise ModelLoadError(f"--max-model-len {wanted} is more than the {longest} tokens that the model was made for")
+    return wanted or longest
+
+
+def _device(settings: ModelSettings) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if settings.device == "cuda" and not has_cuda:
+        raise ModelLoadError("--device cuda: torch finds no CUDA device here")
+    return torch.device("cuda" if has_cuda and settings.device != "cpu" else "cpu")
+
+
+def _dtype(
+    settings: ModelSettings, config_json: JsonObject, checkpoint: Checkpoint, device: torch.device
+) -> torch.dtype:
+    dtype = _wanted_dtype(settings, config_json, checkpoint)
+    if (
+        dtype == torch.bfloat16
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise ModelLoadError("--dtype bfloat16: this GPU cannot compute in bfloat16; --dtype float32 works on it")
+    return dtype
+
+
+def _wanted_dtype(settings: ModelSettings, config_json: JsonObject, checkpoint: Checkpoint) -> torch.dtype:
+    """What the setting says, or the config, or else the weights themselves."""
+    text = config_json.get("text_config")
+    sources = [config_json, text if isinstance(text, dict) else {}]
+    named = next((source[key] for source in sources for key in ("dtype", "torch_dtype") if source.get(key)), None)
+    name = settings.dtype if settings.dtype != "auto" else str(named or checkpoint.dtype).removeprefix("torch.")
+    if name == "float16":
+        # Activations beyond 65,504 overflow in float16; bfloat16 holds them and is what CPUs compute fast.
+        _logger.warning("a float16 model is served in bfloat16", extra={"model": settings.model})
+        name = "bfloat16"
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in known:
+        raise ModelLoadError(f"config.json: dtype {name!r} cannot be served; float32, bfloat16 and float16 can")
+    return known[name]

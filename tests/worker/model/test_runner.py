@@ -1,0 +1,118 @@
+"""One step at a time: what a plan becomes, and that a request with bad numbers fails alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stallfree_shared.wire import RequestId, SamplingParams
+from stallfree_worker.engine.step import Chunk, StepPlan
+from stallfree_worker.loaded_model import LoadedModel
+from stallfree_worker.model.batch_inputs import make_batch_inputs
+from stallfree_worker.model.loader import load_model
+from tests.support.tiny_models import build_tiny_model
+from tests.worker.model.conftest import tiny_settings
+from tests.worker.model.step_driver import GREEDY, StepDriver
+
+POISON = 300
+"""A token id whose embedding a test fills with NaN."""
+
+
+def make_chunk(name: str, token_ids: tuple[int, ...], *, num_computed: int = 0, blocks: tuple[int, ...]) -> Chunk:
+    return Chunk(
+        request_id=RequestId(name),
+        token_ids=token_ids,
+        num_computed_tokens=num_computed,
+        block_table=blocks,
+        sampling=GREEDY,
+        output_index=0,
+    )
+
+
+def make_plan(*chunks: Chunk) -> StepPlan:
+    return StepPlan(step_id=5, chunks=chunks, num_decode_tokens=0, num_prefill_tokens=0)
+
+
+def test_a_plan_becomes_flat_tensors_with_single_tokens_first() -> None:
+    prefill = make_chunk("p", (11, 12, 13, 14, 15, 16), num_computed=2, blocks=(7, 3, 9))
+    decode = make_chunk("d", (21,), num_computed=4, blocks=(5, 2, 8))
+    inputs = make_batch_inputs(make_plan(prefill, decode), block_size=4, null_block=99, device=torch.device("cpu"))
+    assert inputs.token_ids.tolist() == [21, 11, 12, 13, 14, 15, 16]
+    assert inputs.positions.tolist() == [4, 2, 3, 4, 5, 6, 7]
+    assert inputs.slot_mapping.tolist() == [8, 30, 31, 12, 13, 14, 15]
+    assert inputs.sequences.block_tables.tolist() == [[5, 2], [7, 3]]
+    assert inputs.sequences.cu_seqlens_q.tolist() == [0, 1, 7]
+    assert inputs.sequences.seqlens_k.tolist() == [5, 8]
+    assert inputs.logit_rows.tolist() == [0, 6]
+    assert [chunk.request_id for chunk in inputs.sampled] == ["d", "p"]
+    assert inputs.fresh_blocks is not None
+    assert inputs.fresh_blocks.tolist() == [2]
+
+
+def test_short_tables_are_padded_with_the_null_block() -> None:
+    chunks = (make_chunk("a", (1,), blocks=(0, 1, 2)), make_chunk("b", (1,) * 9, blocks=(3, 4, 5)))
+    inputs = make_batch_inputs(make_plan(*chunks), block_size=4, null_block=99, device=torch.device("cpu"))
+    assert inputs.sequences.block_tables.tolist() == [[0, 99, 99], [3, 4, 5]]
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = build_tiny_model(tmp_path_factory.mktemp("poisoned") / "llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][POISON] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return load_model(tiny_settings(folder, kv_cache_memory="128KiB"))
+
+
+def test_b24_only_the_request_with_nan_logits_fails(poisoned: LoadedModel) -> None:
+    prompts = {"a": (20, 21, 22), "bad": (20, POISON, 22), "c": (40,)}
+    chunks = {name: make_chunk(name, ids, blocks=(index,)) for index, (name, ids) in enumerate(prompts.items())}
+    result = poisoned.runner.execute(make_plan(*chunks.values()))
+    assert set(result.failure_by_request) == {"bad"}
+    assert "not finite" in result.failure_by_request[RequestId("bad")]
+    alone = [poisoned.runner.execute(make_plan(chunks[name])) for name in ("a", "c")]
+    assert result.token_id_by_request == {**alone[0].token_id_by_request, **alone[1].token_id_by_request}
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 17, 31])
+def test_b24_blocks_that_held_nan_do_no_harm_to_their_next_owner(poisoned: LoadedModel, length: int) -> None:
+    prompt = list(range(20, 20 + length))
+    expected = StepDriver(poisoned.runner).generate([prompt, [7]], num_tokens=40)
+    everything = tuple(range(poisoned.runner.num_blocks))
+    poisoned.runner.execute(make_plan(make_chunk("bad", (POISON,) * (16 * len(everything)), blocks=everything)))
+    assert StepDriver(poisoned.runner, token_budget=9).generate([prompt, [7]], num_tokens=40) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_b25_sampled_requests_get_the_same_tokens_alone_and_together(
+    family: str, tiny_model: Callable[[str], LoadedModel]
+) -> None:
+    runner = tiny_model(family).runner
+    prompts = [list(range(30, 30 + length)) for length in (3, 20, 50, 7)]
+    sampling = [
+        SamplingParams(max_tokens=1, temperature=0.0),
+        SamplingParams(max_tokens=1, temperature=1.0, seed=1),
+        SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9, seed=2),
+        SamplingParams(max_tokens=1, temperature=1.2, top_k=9, min_p=0.05, seed=3),
+    ]
+    together = StepDriver(runner, token_budget=16).generate(prompts, num_tokens=32, sampling=sampling)
+    alone = [
+        StepDriver(runner).generate([prompt], num_tokens=32, sampling=[params])[0]
+        for prompt, params in zip(prompts, sampling, strict=True)
+    ]
+    assert together == alone
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_bfloat16_runs_and_mostly_agrees_with_float32(
+    family: str, tiny_model: Callable[[str], LoadedModel], tiny_folder: Callable[[str], Path]
+) -> None:
+    prompts = [[token] for token in range(20, 120)]
+    exact = StepDriver(tiny_model(family).runner).generate(prompts, num_tokens=1)
+    rounded = StepDriver(load_model(tiny_settings(tiny_folder(family), dtype="bfloat16")).runner)
+    outputs = rounded.generate(prompts, num_tokens=1)
+    assert sum(one == other for one, other in zip(exact, outputs, strict=True)) >= 90
