@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 
 from stallfree_shared.errors import SlowClientError, StallfreeError
-from stallfree_shared.wire import RequestId, TokenEvent
+from stallfree_shared.wire import RequestId, SubmitAccepted, TokenEvent
 
 MAX_EVENTS_BEHIND = 1024
 
@@ -27,8 +27,8 @@ class Attempt:
         """The worker knows this attempt no longer: it needs no cancel."""
         self.failed: asyncio.Future[StallfreeError] = asyncio.get_running_loop().create_future()
         """Set at once when the worker is lost. Events received before it are still delivered first."""
-        self.answered = asyncio.Event()
-        """The submit is over, however it went."""
+        self.answer: asyncio.Future[SubmitAccepted | StallfreeError] = asyncio.get_running_loop().create_future()
+        """To the submit; never set where the worker is lost before it answers."""
         self._events: deque[tuple[TokenEvent, float]] = deque()
         self._arrived = asyncio.Event()
 

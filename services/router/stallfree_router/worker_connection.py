@@ -19,6 +19,8 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Never, Protocol
 
+import anyio
+import anyio.abc
 import httpx
 from pydantic import ValidationError
 
@@ -70,9 +72,13 @@ class WorkerListener(Protocol):
 
 
 class _Life:
-    """One frame stream and all that depends on it."""
+    """One frame stream and all that depends on it.
 
-    def __init__(self, client: httpx.AsyncClient, tasks: asyncio.TaskGroup) -> None:
+    Its tasks are in a group of anyio's, because only a cancellation of anyio's leaves the HTTP client's clean-up alone:
+    cut in the midst of it by asyncio's, the client forgets sockets that are still open.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, tasks: anyio.abc.TaskGroup) -> None:
         self.connection_id = ConnectionId(uuid.uuid4().hex)
         self.client = client
         self.tasks = tasks
@@ -133,9 +139,9 @@ class WorkerConnection:
             tbt_target_seconds=generation.tbt_target_seconds,
         )
         attempt = life.attempt_by_key[request.request_id, attempt_number] = Attempt(request.request_id, attempt_number)
-        post = life.tasks.create_task(self._post(life.client, request, attempt))
+        life.tasks.start_soon(self._post, life.client, request, attempt)
         try:
-            yield await self._accepted(post, attempt), attempt
+            yield await self._accepted(attempt), attempt
         finally:
             self._give_up(life, attempt)
 
@@ -143,42 +149,37 @@ class WorkerConnection:
         """Forgets the attempt; cancels it on the worker where that may still know it. Never waits."""
         known = life.attempt_by_key.pop(attempt.key, None)
         if known is not None and not attempt.has_ended and life is self._life:
-            life.tasks.create_task(self._cancel(life.client, attempt))
+            life.tasks.start_soon(self._cancel, life.client, attempt)
 
-    async def _accepted(self, post: asyncio.Task[SubmitAccepted | StallfreeError], attempt: Attempt) -> SubmitAccepted:
+    async def _accepted(self, attempt: Attempt) -> SubmitAccepted:
         """The worker's answer, or the loss of the worker, whichever comes first."""
-        await asyncio.wait((post, attempt.failed), return_when=asyncio.FIRST_COMPLETED)
-        if not post.done() or post.cancelled():
-            await asyncio.wait((attempt.failed,))
+        await asyncio.wait((attempt.answer, attempt.failed), return_when=asyncio.FIRST_COMPLETED)
+        if not attempt.answer.done():
             raise attempt.failed.result()
-        answer = post.result()
+        answer = attempt.answer.result()
         if isinstance(answer, StallfreeError):
             attempt.has_ended = not isinstance(answer, ServingError)
             raise answer
         return answer
 
-    async def _post(
-        self, client: httpx.AsyncClient, request: SubmitRequest, attempt: Attempt
-    ) -> SubmitAccepted | StallfreeError:
+    async def _post(self, client: httpx.AsyncClient, request: SubmitRequest, attempt: Attempt) -> None:
         """Never raises: a failed submit must not end the life of the others."""
         try:
-            async with asyncio.timeout(self._settings.submit_timeout_seconds):
+            with anyio.fail_after(self._settings.submit_timeout_seconds):
                 response = await client.post(REQUESTS_PATH, content=request.model_dump_json(), headers=_JSON)
-            return read_json(response, SubmitAccepted)
+            attempt.answer.set_result(read_json(response, SubmitAccepted))
         except StallfreeError as error:
-            return error
+            attempt.answer.set_result(error)
         except (TimeoutError, httpx.HTTPError) as error:
-            return failure_of(error, "submitting a request")
-        finally:
-            attempt.answered.set()
+            attempt.answer.set_result(failure_of(error, "submitting a request"))
 
     async def _cancel(self, client: httpx.AsyncClient, attempt: Attempt) -> None:
         """Cancels on the worker, once its answer to the submit is there: a cancel must not overtake it."""
-        await attempt.answered.wait()
+        await asyncio.wait((attempt.answer,))
         path, parameters = f"{REQUESTS_PATH}/{attempt.request_id}", {"attempt": attempt.number}
         for number in range(CANCEL_TRIES):
             with contextlib.suppress(TimeoutError, httpx.HTTPError):
-                async with asyncio.timeout(self._settings.submit_timeout_seconds):
+                with anyio.fail_after(self._settings.submit_timeout_seconds):
                     response = await client.delete(path, params=parameters)
                 if response.status_code < httpx.codes.INTERNAL_SERVER_ERROR:
                     return
@@ -190,7 +191,7 @@ class WorkerConnection:
         life: _Life | None = None
         error: StallfreeError = WorkerLostError("the router is leaving")
         try:
-            async with self._client() as client, asyncio.TaskGroup() as tasks:
+            async with self._client() as client, anyio.create_task_group() as tasks:
                 life = _Life(client, tasks)
                 try:
                     await self._follow(life)
@@ -222,7 +223,7 @@ class WorkerConnection:
         """
         try:
             await self._introduce(life.client)
-            life.tasks.create_task(self._watch_silence(life))
+            life.tasks.start_soon(self._watch_silence, life)
             await self._read_frames(life)
         except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
             raise failure_of(error, "reading its frames") from error
@@ -230,12 +231,12 @@ class WorkerConnection:
 
     async def _introduce(self, client: httpx.AsyncClient) -> None:
         async def fetch_tokenizer() -> bytes:
-            async with asyncio.timeout(TOKENIZER_TIMEOUT_SECONDS):
+            with anyio.fail_after(TOKENIZER_TIMEOUT_SECONDS):
                 response = await client.get(TOKENIZER_PATH)
             response.raise_for_status()
             return response.content
 
-        async with asyncio.timeout(self._settings.submit_timeout_seconds):
+        with anyio.fail_after(self._settings.submit_timeout_seconds):
             card = read_json(await client.get(MODEL_PATH), ModelCard)
         try:
             await self._listener.on_card(self, card, fetch_tokenizer)
