@@ -161,7 +161,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="N:W,…",
         help="prompt lengths with weights in place of --prompt-tokens, such as 256:0.8,4096:0.2",
     )
-    add("--output-tokens", type=count(least=1), default=64, metavar="N", help="tokens in every answer")
+    add("--output-tokens", type=count(least=1), default=48, metavar="N", help="tokens in every answer")
     add("--vocab-low", type=count(least=0), default=1000, metavar="ID", help="lowest token id in prompts")
     add("--vocab-high", type=count(least=1), default=8000, metavar="ID", help="first token id that prompts do not use")
     add("--seed", type=int, default=0, metavar="N", help="the same seed gives the same prompts and arrivals")
@@ -188,7 +188,7 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--token-budget",
         type=count(least=1),
-        default=64,
+        default=48,
         metavar="N",
         help="most tokens that a worker computes in one step",
     )

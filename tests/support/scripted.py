@@ -12,11 +12,12 @@ Reserved ids bring faults. A fault happens in the step that would draw the id, i
     RAISE      execute() raises: the engine fails
     EXIT       the engine's process exits at once, with status 3
     HANG       execute() never returns
-    SLOW       an ordinary token; every step that computes one or more of it takes SLOW_STEP_SECONDS longer
+    SLOW       an ordinary token; every step that computes one or more of it takes SCRIPTED_SLOW_SECONDS longer
 
 The environment brings what concerns the whole process:
 
     SCRIPTED_STEP_SECONDS   every step takes this much longer
+    SCRIPTED_SLOW_SECONDS   how much longer a step with SLOW takes; 0.1 by default
     SCRIPTED_LOAD_SECONDS   loading takes this long
     SCRIPTED_LOAD_ERROR     loading fails with this text
 
@@ -55,7 +56,6 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
 )
 """A chat with one user message is rendered to that message alone: the answer is the message."""
-SLOW_STEP_SECONDS = 0.1
 BYTES_PER_TOKEN = 1024
 EXIT_STATUS = 3
 
@@ -121,7 +121,7 @@ class ScriptedRunner:
     def _take_time(self, plan: StepPlan) -> None:
         seconds = float(os.environ.get("SCRIPTED_STEP_SECONDS", "0"))
         if any(SLOW in chunk.token_ids for chunk in plan.chunks):
-            seconds += SLOW_STEP_SECONDS
+            seconds += float(os.environ.get("SCRIPTED_SLOW_SECONDS", "0.1"))
         if seconds > 0:
             time.sleep(seconds)
 
