@@ -22,10 +22,3 @@ class LoadedModel:
 
 ModelLoader = Callable[[WorkerSettings], LoadedModel]
 """Runs in the engine's process. A module-level function, so that the process can be spawned with it."""
-
-
-def load_real_model(settings: WorkerSettings) -> LoadedModel:
-    """The `ModelLoader` of production. The import stands here because only the engine's process may import torch."""
-    from stallfree_worker.model.loader import load_model
-
-    return load_model(settings)

@@ -10,7 +10,8 @@ from stallfree_shared.drain import Drain, serve
 from stallfree_shared.logging import configure_logging
 from stallfree_shared.settings import load_settings
 from stallfree_worker.app import create_app
-from stallfree_worker.loaded_model import ModelLoader, load_real_model
+from stallfree_worker.loaded_model import ModelLoader
+from stallfree_worker.real_model import load_real_model
 from stallfree_worker.settings import WorkerSettings
 
 

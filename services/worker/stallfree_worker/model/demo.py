@@ -7,7 +7,8 @@ from pathlib import Path
 from stallfree_worker.model.build_once import build_once
 from stallfree_worker.model.errors import ModelLoadError
 
-DEMO_MODEL = "demo:gemma3-270m"
+DEMO_NAME = "gemma3-270m"
+DEMO_MODEL = f"demo:{DEMO_NAME}"
 
 
 def demo_model_path(cache_dir: Path) -> Path:

@@ -14,6 +14,7 @@ from stallfree_worker.model.card import ModelFolder, make_card
 from stallfree_worker.model.checkpoint import Checkpoint
 from stallfree_worker.model.config_reader import JsonObject
 from stallfree_worker.model.decoder import Decoder
+from stallfree_worker.model.demo import DEMO_MODEL, DEMO_NAME
 from stallfree_worker.model.errors import ModelLoadError
 from stallfree_worker.model.families import DecoderConfig, read_decoder_config
 from stallfree_worker.model.kv_cache import DEFAULT_CPU_CACHE_BYTES, KVCache, KVCacheShape
@@ -61,6 +62,8 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
 
 def _default_name(model: str) -> str:
     """A hub id as it is; of a path the last part."""
+    if model == DEMO_MODEL:
+        return DEMO_NAME
     is_path = model.startswith(("/", ".", "~")) or Path(model).exists()
     return Path(model).expanduser().resolve().name if is_path else model
 
@@ -82,9 +85,7 @@ def _make_runner(decoder: Decoder, shape: KVCacheShape, limits: RunnerLimits, se
     def runner_within(memory_bytes: int) -> ModelRunner:
         num_blocks = shape.blocks_within(memory_bytes, most_useful_tokens=most_useful_tokens)
         cache = KVCache(shape, num_blocks=num_blocks, device=decoder.device)
-        runner = ModelRunner(decoder, cache, limits)
-        runner.warm_up(settings.token_budget)
-        return runner
+        return ModelRunner(decoder, cache, limits)
 
     if settings.kv_cache_memory is not None:
         return runner_within(int(settings.kv_cache_memory))
@@ -93,7 +94,7 @@ def _make_runner(decoder: Decoder, shape: KVCacheShape, limits: RunnerLimits, se
     # The largest step tells what weights and activations need; its own cache is counted with them and given back.
     step_blocks = 2 + settings.token_budget // shape.block_size
     torch.cuda.reset_peak_memory_stats(decoder.device)
-    runner_within(step_blocks * shape.block_bytes)
+    runner_within(step_blocks * shape.block_bytes).compute_largest_step(settings.token_budget)
     needed_bytes = torch.cuda.max_memory_allocated(decoder.device) - step_blocks * shape.block_bytes
     torch.cuda.empty_cache()
     total_bytes = torch.cuda.get_device_properties(decoder.device).total_memory

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +14,6 @@ from stallfree_worker.model.kv_cache import KVCache
 from stallfree_worker.model.sampler import Draw, draw_tokens
 
 NOT_FINITE = "the model gave logits that are not finite"
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,25 +74,18 @@ class ModelRunner:
             failure_by_request={request_id: NOT_FINITE for request_id, token in drawn if token is None},
         )
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Computes a prefill of `num_tokens` (or what fits) and a decode, by the path that requests take.
+    def compute_largest_step(self, num_tokens: int) -> None:
+        """One prefill of `num_tokens`, or of as many as fit, to learn how much memory a step takes.
 
         What it leaves in the cache is never read: no request knows of it.
         """
-        started_at = time.perf_counter()
-        capacity = self._cache.num_blocks * self._cache.block_size
-        length = max(1, min(num_tokens, self._limits.max_model_len, capacity) - 1)
-        for num_computed, count in ((0, length), (length, 1)):
-            self.execute(self._warm_up_plan(num_computed, min(count, capacity - num_computed)))
-        _logger.info("model warmed up", extra={"tokens": length, "seconds": time.perf_counter() - started_at})
-
-    def _warm_up_plan(self, num_computed: int, count: int) -> StepPlan:
+        length = max(1, min(num_tokens, self._limits.max_model_len, self._cache.num_blocks * self._cache.block_size))
         chunk = Chunk(
-            request_id=RequestId("warm-up"),
-            token_ids=(0,) * count,
-            num_computed_tokens=num_computed,
+            request_id=RequestId("largest-step"),
+            token_ids=(0,) * length,
+            num_computed_tokens=0,
             block_table=tuple(range(self._cache.num_blocks)),
-            sampling=SamplingParams(max_tokens=1, temperature=1.0),
+            sampling=SamplingParams(max_tokens=1),
             output_index=0,
         )
-        return StepPlan(step_id=0, chunks=(chunk,), num_decode_tokens=0, num_prefill_tokens=count)
+        self.execute(StepPlan(step_id=0, chunks=(chunk,), num_decode_tokens=0, num_prefill_tokens=length))
