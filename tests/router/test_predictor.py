@@ -4,7 +4,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stallfree_router.metrics import RouterMetrics
@@ -93,6 +93,8 @@ def test_c34_the_number_of_keys_is_bounded() -> None:
     st.integers(1, 10**6),
     st.integers(0, 10**6),
 )
+@example([], 363, 364)
+@example([(10, False)], 5, 5)
 def test_the_expectation_stays_between_nothing_and_the_cap(
     samples: list[tuple[int, bool]], max_tokens: int, generated: int
 ) -> None:

@@ -248,7 +248,6 @@ async def test_engine_refusal_is_the_only_event_of_its_request(worker: WorkerPro
         ({"prompt_token_ids": [1.5]}, "prompt_token_ids.0"),
         ({"attempt": 0}, "attempt"),
         ({"sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
-        ({"surprise": 1}, "surprise"),
     ],
 )
 async def test_wrong_submit_is_a_400_of_our_shape_that_names_the_field(
@@ -261,6 +260,12 @@ async def test_wrong_submit_is_a_400_of_our_shape_that_names_the_field(
         error = response.json()["error"]
         assert error.keys() == {"message", "type", "param", "code"}
         assert error["param"] == field
+
+
+async def test_a_field_of_a_newer_router_is_skipped(worker: WorkerProcess) -> None:
+    async with connect(worker) as client:
+        body = {**client.request([A]).model_dump(mode="json"), "of_a_newer_version": 1}
+        assert (await client.http.post("/wire/requests", content=json.dumps(body))).status_code == 202
 
 
 async def test_other_wrong_calls_are_answered_in_our_shape(worker: WorkerProcess) -> None:

@@ -50,6 +50,8 @@ class LengthHistogram:
 
     def expected_tokens_left(self, cap: int, *, generated: int = 0) -> float:
         """E[min(L, cap) - generated | L > generated]; 0 where `generated` has reached the cap."""
+        if generated >= cap:
+            return 0.0
         area = at_generated = 0.0
         for low, high, before, after in self._survival():
             if high <= generated:
@@ -61,7 +63,7 @@ class LengthHistogram:
             at_last = _between(low, high, before, after, last)
             at_generated = at_generated or at_first
             area += (last - first) * (at_first + at_last) / 2
-        return area / at_generated if at_generated > 0 else max(0.0, float(min(1, cap - generated)))
+        return area / at_generated if at_generated > 0 else 1.0
 
     def _survival(self) -> Iterator[tuple[int, int, float, float]]:
         """(low, high, S(low), S(high)) of each bin. Those censored in a bin were at risk through all of it."""
