@@ -2,15 +2,17 @@
 #
 #   make demo     two workers serve a real model behind a router, and a long prompt arrives: read the report
 #   make up       the same cluster, in the foreground, until Ctrl-C
-#   make test     the tests that need no GPU and under ten minutes
+#   make test     the tests that need no GPU; each takes under 30 seconds
 #   make test-all the slow ones too
 #   make check    formatting, lint, types, import contracts
 #
-# MODEL=…      any Hugging Face id, folder or GGUF file; by default the demo model that a package brings along
-# PIP_ARGS=…   more arguments for pip, such as an index of CPU builds of torch
+# MODEL=…         any Hugging Face id, folder or GGUF file; by default the demo model that a package brings along
+# TOKEN_BUDGET=…  most tokens that a worker computes in one step; the default is for CPUs
+# PIP_ARGS=…      more arguments for pip, such as an index of CPU builds of torch
 
 PYTHON ?= python3
 MODEL ?= demo:gemma3-270m
+TOKEN_BUDGET ?= 48
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 
@@ -31,10 +33,10 @@ $(SETUP): $(MANIFESTS)
 	touch $@ && echo "setup took $$(( $$(date +%s) - start )) s"
 
 demo: $(SETUP)
-	$(BIN)/stallfree-loadtest demo --model '$(MODEL)'
+	$(BIN)/stallfree-loadtest demo --model '$(MODEL)' --token-budget $(TOKEN_BUDGET)
 
 up: $(SETUP)
-	$(BIN)/stallfree-local --model '$(MODEL)'
+	$(BIN)/stallfree-local --model '$(MODEL)' --dtype bfloat16 --worker-arg=--token-budget=$(TOKEN_BUDGET)
 
 test: $(SETUP)
 	@start=$$(date +%s); $(BIN)/python -m pytest $(PYTEST_ARGS); status=$$?; \

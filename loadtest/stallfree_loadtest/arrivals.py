@@ -1,4 +1,4 @@
-"""When requests arrive. Pure: a seed gives the same instants every time, and nothing waits here.
+"""When requests arrive. A seed gives the same instants every time, and nothing waits here.
 
 An instant is in seconds from the start of the load. Gaps are drawn as they are: clipping long ones, as some harnesses
 do, raises the offered rate above the one that is asked for (at three mean gaps by 5 %). Used by `open_loop`.
@@ -32,13 +32,14 @@ def gamma(rate_per_second: float, *, coefficient_of_variation: float, seed: int)
     return itertools.accumulate(draw.gammavariate(shape, scale) for _ in itertools.count())
 
 
-def trace(path: Path) -> Iterator[float]:
+def trace(path: Path) -> list[float]:
     """The instants that a file tells, one number a line, in seconds and in order.
 
     Raises:
+        OSError: the file cannot be read.
         ValueError: a line is no number, is not finite, or goes back in time; the message names the line.
     """
-    last = 0.0
+    instants: list[float] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -47,10 +48,11 @@ def trace(path: Path) -> Iterator[float]:
                 instant = float(line)
             except ValueError:
                 raise ValueError(f"{path}, line {number}: {line.strip()!r} is no number of seconds") from None
+            last = instants[-1] if instants else 0.0
             if not math.isfinite(instant) or instant < last:
                 raise ValueError(f"{path}, line {number}: {instant:g} s is not after {last:g} s")
-            last = instant
-            yield instant
+            instants.append(instant)
+    return instants
 
 
 def limited(

@@ -192,6 +192,7 @@ class LocalCluster:
     async def _stop_all(self) -> None:
         """Services first, then the store that they still write to. Whatever interrupts this, nothing is left."""
         running = [part for part in self.parts if part.is_running]
+        self._report(f"stopping everything; what still runs gets {self.settings.stop_timeout_seconds:g} s")
         try:
             for part in running:
                 if part.role != "store":

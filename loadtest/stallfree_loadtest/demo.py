@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,10 @@ from stallfree_loadtest.measures import RequestTrace, Windows, gaps, split_aroun
 from stallfree_shared.metrics import WORKER_PREFIX
 
 _SAMPLE_CHARS = 1200
-_SAMPLE_OUTPUT_TOKENS = 8
 _SETTLED_TOKENS = 8
 _LONG_OUTPUT_TOKENS = 16
-_MOST_STREAM_TOKENS = 2000
+_OPENING_TOKENS = 128
+"""Room that the longest opening needs, by any tokenizer."""
 
 
 class DemoError(Exception):
@@ -96,7 +97,7 @@ async def run_demo(
 
     Raises:
         ClusterError: a part could not be started.
-        DemoError: a request failed, or the time was over; the message ends with the tail of every log.
+        DemoError: a request failed, or the time was over; the message ends with the logs of parts in trouble.
     """
     phases = Phases(clock)
 
@@ -115,7 +116,6 @@ async def run_demo(
             raise DemoError(_with_logs(f"not done within {settings.timeout_seconds:g} s", cluster)) from None
         except DemoError as error:
             raise DemoError(_with_logs(str(error), cluster)) from None
-        report("stopping everything")
     phases.end("stop of the cluster")
     return result
 
@@ -131,14 +131,15 @@ class _Run:
         self._phases = phases
         self._report = report
         self._server = Server(url=cluster.router_urls[0], model="", silence_timeout_seconds=settings.timeout_seconds)
+        self._most_stream_tokens = 1
         self._progress = asyncio.Event()
         self._streams: list[CompletionStream] = []
         self._ended: list[RequestTrace] = []
 
     async def run(self) -> DemoResult:
-        self._server = await self._find_model()
+        await self._find_model()
         text = await self._long_text()
-        self._phases.end("warming up")
+        self._phases.end("a sample of the long prompt")
         async with _running([self._run_to_list(stream, self._ended) for stream in self._start_streams()]):
             settled_at = await self._settle()
             long, shares = await self._send_long(text)
@@ -151,23 +152,19 @@ class _Run:
             streams=streams, long=long, windows=windows, workers=shares, phase_seconds=self._phases.seconds_by_name
         )
 
-    async def _find_model(self) -> Server:
-        """The name under which the router serves the model."""
-        answer = await _get(f"{self._server.url}/v1/models")
-        model = str(answer.json()["data"][0]["id"])
-        return Server(url=self._server.url, model=model, silence_timeout_seconds=self._settings.timeout_seconds)
+    async def _find_model(self) -> None:
+        """Asks under which name the router serves the model, and how long its answers may get: as long as they can, so
+        that none ends before the demo does."""
+        model = (await _get(f"{self._server.url}/v1/models")).json()["data"][0]
+        self._server = dataclasses.replace(self._server, model=str(model["id"]))
+        self._most_stream_tokens = max(1, int(model["max_model_len"]) - _OPENING_TOKENS)
 
     async def _long_text(self) -> str:
-        """A text of about as many tokens as wanted: a sample tells how many characters make a token. It is sent once
-        for every worker, at the same time, so that all are warm and their predictions of speed rest on real steps."""
+        """A text of about as many tokens as wanted: a sample tells how many characters make a token."""
         sample = long_text(_SAMPLE_CHARS)
-        requests = [
-            CompletionRequest(request_id=f"sample-{worker.name}", prompt=sample, max_tokens=_SAMPLE_OUTPUT_TOKENS)
-            for worker in self._cluster.workers
-        ]
-        self._report("a sample of the long prompt is sent to every worker, to warm them up and to count its tokens")
-        traces = await asyncio.gather(*(self._stream(request).run() for request in requests))
-        num_tokens = _checked(traces[0]).prompt_tokens
+        self._report("a sample of the long prompt is sent, to count its tokens")
+        request = CompletionRequest(request_id="sample", prompt=sample, max_tokens=1)
+        num_tokens = _checked(await self._stream(request).run()).prompt_tokens
         if not num_tokens:
             raise DemoError("the server told no usage.prompt_tokens for a sample of the long text")
         wanted = int(self._settings.long_tokens * len(sample) / num_tokens)
@@ -179,7 +176,7 @@ class _Run:
                 request_id=f"stream-{number + 1}",
                 role="stream",
                 prompt=OPENINGS[number % len(OPENINGS)],
-                max_tokens=_MOST_STREAM_TOKENS,
+                max_tokens=self._most_stream_tokens,
                 temperature=0.7,
                 seed=number,
             )
@@ -302,7 +299,9 @@ def _checked(trace: RequestTrace) -> RequestTrace:
 
 
 def _with_logs(reason: str, cluster: LocalCluster) -> str:
-    return "\n\n".join((reason, *(part.obituary() for part in cluster.parts)))
+    """The reason, and what is known of parts that have ended or logged an error."""
+    troubled = [part.obituary() for part in cluster.parts if part.has_trouble]
+    return "\n\n".join((f"{reason}; all logs are in {cluster.log_dir}", *troubled))
 
 
 __all__ = ["ClusterError", "DemoError", "DemoResult", "DemoSettings", "run_demo"]

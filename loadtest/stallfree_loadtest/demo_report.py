@@ -30,12 +30,12 @@ def _prefill_seconds(result: DemoResult) -> float:
 
 
 def _headline(result: DemoResult, settings: DemoSettings) -> str:
-    during = summarize_gaps(result.windows.during, tbt_target_seconds=settings.tbt_target_seconds)
+    tbt = summarize_gaps(result.windows.during, tbt_target_seconds=settings.tbt_target_seconds).tbt_seconds
     sentence = (
         f"What this shows: {len(result.streams)} answers were being written when a prompt of "
         f"{result.long.prompt_tokens or 0:,} tokens arrived. It took {_prefill_seconds(result):.1f} s to read it, "
-        f"chunk by chunk, and in that time the answers went on: they got {during.tbt.count:,} more tokens, the longest "
-        f"wait for one was {milliseconds(during.tbt.max)} (target {milliseconds(settings.tbt_target_seconds)}). "
+        f"chunk by chunk, and in that time the answers went on: they got {tbt.count:,} more tokens, the longest "
+        f"wait for one was {milliseconds(tbt.max)} (target {milliseconds(settings.tbt_target_seconds)}). "
         f"{_what_one_piece_would_do(result)}"
     )
     return "\n".join((textwrap.fill(sentence, _WIDTH), *_too_slow(result, settings)))
@@ -46,18 +46,18 @@ def _what_one_piece_would_do(result: DemoResult) -> str:
     if reader.num_streams == 0:
         return f"It was read by {reader.name}, which wrote none of the answers."
     return (
-        f"It was read by {reader.name}, which wrote {reader.num_streams} of the answers: in one piece, it would have "
-        "let them stand still for all that time."
+        f"It was read by {reader.name}, which wrote {reader.num_streams} of the answers: read in one piece, "
+        "it would have let them stand still until its first token."
     )
 
 
 def _too_slow(result: DemoResult, settings: DemoSettings) -> list[str]:
     """A hint, where the target cannot be met even without a long prompt."""
-    before = summarize_gaps(result.windows.before, tbt_target_seconds=settings.tbt_target_seconds)
-    if not before.tbt.p50 > settings.tbt_target_seconds / 2:
+    tbt = summarize_gaps(result.windows.before, tbt_target_seconds=settings.tbt_target_seconds).tbt_seconds
+    if not tbt.p50 > settings.tbt_target_seconds / 2:
         return []
     hint = (
-        f"This machine is slow or busy: a token took {milliseconds(before.tbt.p50)} even before the long prompt came. "
+        f"This machine is slow or busy: a token took {milliseconds(tbt.p50)} even before the long prompt came. "
         "Stop other work on it, or choose a larger --tbt-target."
     )
     return [textwrap.fill(hint, _WIDTH)]
@@ -77,7 +77,7 @@ def _token_table(result: DemoResult, settings: DemoSettings) -> str:
 
 def _token_row(name: str, found: Sequence[Gap], settings: DemoSettings) -> tuple[str, ...]:
     summary = summarize_gaps(found, tbt_target_seconds=settings.tbt_target_seconds)
-    tbt = summary.tbt
+    tbt = summary.tbt_seconds
     times = (milliseconds(tbt.p50), milliseconds(tbt.p99), milliseconds(tbt.max))
     return (name, str(tbt.count), *times, str(summary.num_stalls), seconds_text(summary.stall_seconds))
 

@@ -91,16 +91,20 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", required=True, help="what to serve: a folder in Hugging Face format, a GGUF file, or a hub id")
+    add(
+        "--model",
+        required=True,
+        help="what to serve: a folder in Hugging Face format, a GGUF file, a hub id, or demo:gemma3-270m",
+    )
     add("--workers", type=count(least=1), default=2, metavar="N", help="number of workers")
     add("--routers", type=count(least=1), default=1, metavar="N", help="number of routers")
     add("--host", default="127.0.0.1", help="address that workers and routers listen on")
     add(
         "--port",
-        type=count(least=0),
+        type=count(least=0, most=65535),
         default=8000,
         metavar="P",
-        help="port of the first router, the next ones follow; 0 takes free ports. Workers and store always do",
+        help="port of the first router, the next ones follow; 0 takes free ones, as workers and store always do",
     )
     add("--dtype", choices=("float32", "bfloat16"), help="number format of the weights; by default the model's own")
     add("--redis-url", metavar="URL", help="a Redis-compatible server; by default one is started and stopped here")
@@ -116,7 +120,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object with every part's process id and URL instead")
     add("--restart", action="store_true", help="start a part again when it has died; by default it is only reported")
     add("--start-timeout", type=positive, default=1800.0, metavar="SECONDS", help="most seconds until all is ready")
-    add("--stop-timeout", type=positive, default=10.0, metavar="SECONDS", help="seconds from SIGTERM to SIGKILL")
+    add(
+        "--stop-timeout",
+        type=positive,
+        default=10.0,
+        metavar="SECONDS",
+        help="seconds that parts get to end what runs; then they are killed",
+    )
     add(
         "--worker-command",
         action="append",

@@ -6,7 +6,8 @@ import argparse
 import asyncio
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from stallfree_loadtest import arrivals
@@ -17,22 +18,45 @@ from stallfree_loadtest.demo_report import demo_report
 from stallfree_loadtest.local import until_signal
 from stallfree_loadtest.measures import RequestTrace, Targets, summarize
 from stallfree_loadtest.open_loop import PromptLength, Workload, run_open_loop
-from stallfree_loadtest.options import HelpFormatter, count, positive
+from stallfree_loadtest.options import HelpFormatter, base_url, count, positive
 from stallfree_loadtest.report import load_report, summary_row, write_json_lines
+
+
+class NothingFinishedError(Exception):
+    """Not one request of a load came to its end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser, run_parser = _parsers()
     options = parser.parse_args(arguments)
-    if options.command == "run":
-        _check_run(options, run_parser)
-        ended = asyncio.run(until_signal(lambda: _run(options)))
-    else:
-        ended = _demo(options)
-    raise SystemExit(0 if ended else 130)
+    command = _checked_run(options, run_parser) if options.command == "run" else lambda: _demo(options)
+    try:
+        is_done = asyncio.run(until_signal(command))
+    except (ClusterError, DemoError, NothingFinishedError) as error:
+        sys.stderr.write(f"stallfree-loadtest {options.command}: {error}\n")
+        raise SystemExit(1) from None
+    raise SystemExit(0 if is_done else 130)
 
 
-async def _run(options: argparse.Namespace) -> None:
+def _checked_run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Callable[[], Awaitable[None]]:
+    """The load to run. What is wrong with its options or files ends the process before anything is sent."""
+    if options.vocab_high <= options.vocab_low:
+        parser.error(f"--vocab-high ({options.vocab_high}) must be above --vocab-low ({options.vocab_low})")
+    if options.trace is None and options.requests is None and options.duration is None:
+        options.requests = 100
+    try:
+        instants = _arrivals(options)
+    except (OSError, ValueError) as error:
+        parser.error(f"argument --trace: {error}")
+    if options.out is not None:
+        try:
+            options.out.open("a").close()
+        except OSError as error:
+            parser.error(f"argument --out: {error}")
+    return lambda: _run(options, instants)
+
+
+async def _run(options: argparse.Namespace, instants: Iterator[float]) -> None:
     servers = [
         Server(url=url, model=options.model, api_key=options.api_key, silence_timeout_seconds=options.timeout)
         for url in options.url
@@ -45,20 +69,29 @@ async def _run(options: argparse.Namespace) -> None:
         seed=options.seed,
     )
     targets = Targets(tbt_seconds=options.tbt_target, ttft_seconds=options.ttft_target)
-    traces = await run_open_loop(
-        servers, arrivals=_arrivals(options), requests=workload.requests(), on_end=_tell_failure
-    )
+    traces = await run_open_loop(servers, arrivals=instants, requests=workload.requests(), on_end=_tell_failure)
     if not traces:
         _print("no request was due: nothing was sent")
         return
     summary = summarize(traces, targets)
     _print(load_report(summary, targets))
     if options.out is not None:
-        asked = {name: str(value) for name, value in vars(options).items() if name != "api_key" and value is not None}
-        write_json_lines(options.out, traces, summary={"asked": asked, **summary_row(summary)})
+        write_json_lines(options.out, traces, summary={"asked": _asked(options), **summary_row(summary)})
+    if not summary.num_finished:
+        raise NothingFinishedError(f"none of {summary.num_requests} requests finished")
+
+
+def _asked(options: argparse.Namespace) -> dict[str, object]:
+    """The options for JSON, without the key."""
+    asked = {name: value for name, value in vars(options).items() if name != "api_key" and value is not None}
+    if options.prompt_mix is not None:
+        del asked["prompt_tokens"]
+        asked["prompt_mix"] = [asdict(prompt) for prompt in options.prompt_mix]
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()}
 
 
 def _arrivals(options: argparse.Namespace) -> Iterator[float]:
+    instants: Iterable[float]
     if options.trace is not None:
         instants = arrivals.trace(options.trace)
     elif options.arrivals == "fixed":
@@ -70,14 +103,7 @@ def _arrivals(options: argparse.Namespace) -> Iterator[float]:
     return arrivals.limited(instants, max_requests=options.requests, max_seconds=options.duration)
 
 
-def _check_run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    if options.vocab_high <= options.vocab_low:
-        parser.error(f"--vocab-high ({options.vocab_high}) must be above --vocab-low ({options.vocab_low})")
-    if options.trace is None and options.requests is None and options.duration is None:
-        options.requests = 100
-
-
-def _demo(options: argparse.Namespace) -> bool:
+async def _demo(options: argparse.Namespace) -> None:
     settings = DemoSettings(
         cluster=ClusterSettings(
             model=options.model,
@@ -96,20 +122,16 @@ def _demo(options: argparse.Namespace) -> bool:
         seconds_after=options.seconds_after,
         timeout_seconds=options.timeout,
     )
-
-    async def run() -> None:
-        result = await run_demo(settings, say=_print)
-        _print(f"\n{demo_report(result, settings)}")
-
-    try:
-        return asyncio.run(until_signal(run))
-    except (ClusterError, DemoError) as error:
-        sys.stderr.write(f"stallfree-loadtest demo: {error}\n")
-        raise SystemExit(1) from None
+    result = await run_demo(settings, say=_print)
+    _print(f"\n{demo_report(result, settings)}")
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    parser = argparse.ArgumentParser(prog="stallfree-loadtest", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="stallfree-loadtest",
+        description="Loads a server and prints what its clients see, or shows it all on one machine.",
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="run|demo")
     run = commands.add_parser(
         "run",
@@ -134,14 +156,20 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", action="append", required=True, help="base URL of a router; given several times, they take turns")
+    add(
+        "--url",
+        type=base_url,
+        action="append",
+        required=True,
+        help="base URL of a router, such as http://127.0.0.1:8000; given several times, they take turns",
+    )
     add("--model", required=True, help="model name that requests ask for")
-    add("--api-key", help="sent as a bearer token")
+    add("--api-key", metavar="KEY", help="sent as a bearer token; by default none")
     add(
         "--arrivals",
         choices=("poisson", "gamma", "fixed"),
         default="poisson",
-        help="how the gaps between requests vary",
+        help="how requests are spread over time: at random, in bursts (--burstiness), or evenly",
     )
     add("--rate", type=positive, default=1.0, metavar="R", help="requests a second, on average")
     add(
@@ -149,9 +177,15 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=2.0,
         metavar="CV",
-        help="for gamma: standard deviation of the gaps over their mean; 1 is Poisson, more is burstier",
+        help="for gamma: standard deviation of the gaps between requests over their mean; 1 is Poisson, more comes in "
+        "bursts",
     )
-    add("--trace", type=Path, metavar="FILE", help="arrival instants from a file, one number of seconds a line")
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="send at the instants in a file, one number of seconds a line, in place of --rate",
+    )
     add("--requests", type=count(least=1), metavar="N", help="stop after N requests; 100 if no other end is given")
     add("--duration", type=positive, metavar="SECONDS", help="stop sending after so many seconds")
     add("--prompt-tokens", type=count(least=1), default=256, metavar="N", help="tokens in every prompt")
@@ -168,10 +202,13 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--tbt-target", type=positive, default=0.2, metavar="SECONDS", help="a wait between tokens beyond it is a stall"
     )
-    add("--ttft-target", type=positive, metavar="SECONDS", help="for goodput: latest first token; by default none")
     add(
-        "--timeout", type=positive, default=120.0, metavar="SECONDS", help="longest silence before a request has failed"
+        "--ttft-target",
+        type=positive,
+        metavar="SECONDS",
+        help="for goodput: latest first token; by default none is too late",
     )
+    add("--timeout", type=positive, default=120.0, metavar="SECONDS", help="a request fails after so long a silence")
     add("--out", type=Path, metavar="FILE", help="write every request with its stamps, then the summary, as JSON lines")
 
 
@@ -180,8 +217,14 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     add("--model", default="demo:gemma3-270m", help="what to serve: a folder, a GGUF file, a hub id, or the demo model")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="number format of the weights")
     add("--workers", type=count(least=1), default=2, metavar="N", help="number of workers")
-    add("--streams", type=count(least=1), default=8, metavar="N", help="answers that are being written")
-    add("--long-tokens", type=count(least=1), default=4000, metavar="N", help="tokens in the long prompt, about")
+    add("--streams", type=count(least=1), default=8, metavar="N", help="answers that are being written when it arrives")
+    add(
+        "--long-tokens",
+        type=count(least=1),
+        default=4000,
+        metavar="N",
+        help="tokens in the long prompt, about this many",
+    )
     add(
         "--tbt-target", type=positive, default=0.2, metavar="SECONDS", help="a wait between tokens beyond it is a stall"
     )
@@ -197,11 +240,29 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=5.0,
         metavar="SECONDS",
-        help="from streams that run to the long prompt",
+        help="how long the answers run before the long prompt is sent",
     )
-    add("--seconds-after", type=positive, default=5.0, metavar="SECONDS", help="from its first token to the end")
-    add("--timeout", type=positive, default=600.0, metavar="SECONDS", help="most seconds once the cluster serves")
-    add("--worker-arg", action="append", default=[], metavar="ARG", help="passed on to every worker, may be repeated")
+    add(
+        "--seconds-after",
+        type=positive,
+        default=5.0,
+        metavar="SECONDS",
+        help="how long they go on after its first token",
+    )
+    add(
+        "--timeout",
+        type=positive,
+        default=600.0,
+        metavar="SECONDS",
+        help="longest the demo may take once the cluster serves",
+    )
+    add(
+        "--worker-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="passed on to every worker, such as --worker-arg=--block-size=32; may be given several times",
+    )
 
 
 def prompt_mix(text: str) -> tuple[PromptLength, ...]:

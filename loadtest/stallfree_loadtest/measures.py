@@ -92,7 +92,7 @@ class Quantiles:
 class GapSummary:
     """TBT and stalls over a set of gaps."""
 
-    tbt: Quantiles
+    tbt_seconds: Quantiles
     stall_seconds: float
     num_stalls: int
     stalled_ratio: float
@@ -118,10 +118,10 @@ class LoadSummary:
     """Requests whose usage disagrees with the tokens that were counted."""
     seconds: float
     """From the first request's start to the last one's end."""
-    ttft: Quantiles
-    tpot: Quantiles
+    ttft_seconds: Quantiles
+    tpot_seconds: Quantiles
     gaps: GapSummary
-    send_delay: Quantiles
+    send_delay_seconds: Quantiles
     """How late the client sent: large figures mean that the client, not the server, was too slow."""
     prompt_tokens_per_second: float
     output_tokens_per_second: float
@@ -175,7 +175,7 @@ def summarize_gaps(found: Iterable[Gap], *, tbt_target_seconds: float) -> GapSum
     total = math.fsum(seconds)
     stalled = math.fsum(stalls)
     return GapSummary(
-        tbt=quantiles(seconds),
+        tbt_seconds=quantiles(seconds),
         stall_seconds=stalled,
         num_stalls=len(stalls),
         stalled_ratio=stalled / total if total else 0.0,
@@ -232,10 +232,10 @@ def summarize(traces: Sequence[RequestTrace], targets: Targets) -> LoadSummary:
         num_failed=sum(trace.outcome == "error" for trace in traces),
         num_miscounted=sum(not trace.is_count_confirmed for trace in finished),
         seconds=seconds,
-        ttft=quantiles(ttft for trace in traces if (ttft := time_to_first_token(trace)) is not None),
-        tpot=quantiles(tpot for trace in finished if (tpot := time_per_output_token(trace)) is not None),
+        ttft_seconds=quantiles(ttft for trace in traces if (ttft := time_to_first_token(trace)) is not None),
+        tpot_seconds=quantiles(tpot for trace in finished if (tpot := time_per_output_token(trace)) is not None),
         gaps=summarize_gaps((gap for trace in traces for gap in gaps(trace)), tbt_target_seconds=targets.tbt_seconds),
-        send_delay=quantiles(trace.sent_at - trace.due_at for trace in traces),
+        send_delay_seconds=quantiles(trace.sent_at - trace.due_at for trace in traces),
         prompt_tokens_per_second=per_second(sum(trace.prompt_tokens or 0 for trace in finished)),
         output_tokens_per_second=per_second(sum(trace.num_tokens for trace in traces)),
         requests_per_second=per_second(len(finished)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -22,17 +23,29 @@ def positive(text: str) -> float:
     return value
 
 
-def count(*, least: int) -> Callable[[str], int]:
-    """A whole number, `least` or more."""
+def count(*, least: int, most: int | None = None) -> Callable[[str], int]:
+    """A whole number, `least` or more, and `most` at the most."""
 
     def parse(text: str) -> int:
         value = int(text)
         if value < least:
             raise argparse.ArgumentTypeError(f"must be {least} or more, and {text!r} is not")
+        if most is not None and value > most:
+            raise argparse.ArgumentTypeError(f"must be {most} or less, and {text!r} is not")
         return value
 
     parse.__name__ = "whole number"  # argparse names it when the text is no number at all
     return parse
 
 
+def base_url(text: str) -> str:
+    """The address of a server: scheme, host, maybe a port."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise argparse.ArgumentTypeError(f"must be http://HOST:PORT or https://HOST:PORT, and {text!r} is not")
+    return text
+
+
+# What argparse says of a text that they cannot read at all: `invalid number value: 'x'`.
 positive.__name__ = "number"
+base_url.__name__ = "URL"

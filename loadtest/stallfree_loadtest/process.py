@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stallfree_loadtest.log_lines import readable
+from stallfree_loadtest.log_lines import last_error, readable
 
 POLL_SECONDS = 0.05
 _LISTENING = re.compile(rb"^listening (\S+)\r?$", re.MULTILINE)
@@ -81,8 +81,14 @@ class ChildProcess:
 
     def log_tail(self, *, num_lines: int = 15) -> str:
         """The last lines that this run wrote, made readable; a traceback counts as one line."""
-        lines = self._log()[-_TAIL_BYTES:].decode(errors="replace").splitlines()[-num_lines:]
-        return "\n".join(readable(line) for line in lines)
+        return "\n".join(readable(line) for line in self._last_lines()[-num_lines:])
+
+    def last_error(self) -> str | None:
+        """The last error that this run logged."""
+        return last_error(self._last_lines())
+
+    def _last_lines(self) -> list[str]:
+        return self._log()[-_TAIL_BYTES:].decode(errors="replace").splitlines()
 
     def _log(self) -> bytes:
         with self.log_path.open("rb") as log:

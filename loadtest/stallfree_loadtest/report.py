@@ -58,10 +58,10 @@ def load_report(summary: LoadSummary, targets: Targets) -> str:
         [
             (name, str(values.count), *quantile_cells(values))
             for name, values in (
-                ("TTFT  request sent to first token", summary.ttft),
-                ("TBT   between two tokens", summary.gaps.tbt),
-                ("TPOT  mean of a request's later tokens", summary.tpot),
-                ("client: sent later than due", summary.send_delay),
+                ("TTFT  request sent to first token", summary.ttft_seconds),
+                ("TBT   between two tokens", summary.gaps.tbt_seconds),
+                ("TPOT  mean of a request's later tokens", summary.tpot_seconds),
+                ("client: sent later than due", summary.send_delay_seconds),
             )
         ],
     )

@@ -9,7 +9,8 @@
     │   ├── RouteNotFoundError         404
     │   ├── MethodNotAllowedError      405
     │   ├── SlowClientError            408
-    │   └── PayloadTooLargeError       413
+    │   ├── PayloadTooLargeError       413
+    │   └── UnsupportedEncodingError   415
     ├── OverloadedError                429  refused early, with a time to come back
     ├── UnavailableError               503  nobody can serve this now
     │   └── DrainingError              503  this process is leaving
@@ -112,6 +113,13 @@ class SlowClientError(InvalidRequestError):
 class PayloadTooLargeError(InvalidRequestError):
     code = "payload_too_large"
     http_status = 413
+
+
+class UnsupportedEncodingError(InvalidRequestError):
+    """The body is compressed: what a few bytes would become has no bound."""
+
+    code = "unsupported_encoding"
+    http_status = 415
 
 
 class OverloadedError(StallfreeError):

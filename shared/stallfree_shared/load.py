@@ -80,21 +80,25 @@ def time_to_first_token_seconds(status: WorkerStatus, work: Work) -> float:
     return _slot_seconds(status) + _memory_seconds(status, work) + prefill
 
 
+def decode_seconds(status: WorkerStatus, work: Work) -> float:
+    """Predicted seconds that the request's own output takes, beside all that are there already."""
+    num_decodes = min(status.max_num_seqs, _num_requests(status) + 1)
+    return work.output_tokens * _step_seconds(status, num_decodes)
+
+
 def harm_seconds(status: WorkerStatus, work: Work) -> float:
-    """Seconds by which the request delays those that decode there, summed over them.
+    """Seconds by which the request delays those that are there already, summed over them.
 
     Every prefill token lengthens a step that each of them waits for, and so does every token that it generates while
-    they are still running.
+    they are still running. Those that wait are ahead of it in the queue, so they decode by then.
     """
-    if status.requests_running == 0:
-        return 0.0
     shared_steps = min(work.output_tokens, _mean_output_tokens_left(status))
-    return status.requests_running * status.step_time.seconds_per_token * (work.prefill_tokens + shared_steps)
+    return _num_requests(status) * status.step_time.seconds_per_token * (work.prefill_tokens + shared_steps)
 
 
 def delay_seconds(status: WorkerStatus, work: Work) -> float:
-    """The cost of placing `work` here: the seconds it waits for its first token, and those it makes others wait."""
-    return time_to_first_token_seconds(status, work) + harm_seconds(status, work)
+    """The cost of placing `work` here: the seconds until its last token, and those by which it delays others."""
+    return time_to_first_token_seconds(status, work) + decode_seconds(status, work) + harm_seconds(status, work)
 
 
 def _slot_seconds(status: WorkerStatus) -> float:

@@ -31,7 +31,7 @@ def test_the_top_level_holds_nothing_unexpected() -> None:
     [
         ("stallfree_router.main", ("torch", "transformers", "stallfree_worker")),
         ("stallfree_worker.engine.engine", ("torch", "numpy", "stallfree_worker.model")),
-        ("stallfree_worker.app", ("transformers",)),
+        ("stallfree_worker.app", ("torch", "transformers", "stallfree_worker.model")),
         ("stallfree_loadtest.main", ("torch", "transformers", "stallfree_router", "stallfree_worker.model")),
     ],
 )

@@ -185,7 +185,7 @@ def test_c21_started_and_ready_ask_another_path_than_alive() -> None:
 def test_every_path_that_is_probed_is_a_route_of_the_program() -> None:
     settings = WorkerSettings(model="any")
     apps = {
-        "router": create_router_app(RouterSettings(), drain=Drain()),
+        "router": create_router_app(RouterSettings(), drain=Drain(), give_up=_do_nothing),
         "worker": create_worker_app(settings, load_model=_load_nothing, drain=Drain(), give_up=_do_nothing),
     }
     for component, app in apps.items():

@@ -1,6 +1,7 @@
 """A stand-in for a router and a worker in tests of the demo: streams completions without end, at a steady pace.
 
-Words of its command line: `breaks-streams` ends every stream after 20 tokens with an error event.
+Words of its command line: `breaks-streams` ends every stream after 20 tokens with an error event; `hurries` writes
+thousands of tokens a second.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import time
 _STEP_SECONDS = 0.01
 _PREFILL_SECONDS = 0.3
 _CHARS_PER_TOKEN = 4
+_MODELS = '{"data": [{"id": "double", "max_model_len": 1000000}]}'
 _METRICS = "stallfree_worker_requests_running 4.0\nstallfree_worker_prompt_tokens_total 100.0\n"
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        pages = {"/readyz": "ok", "/metrics": _METRICS, "/v1/models": '{"data": [{"id": "double"}]}'}
+        pages = {"/readyz": "ok", "/metrics": _METRICS, "/v1/models": _MODELS}
         self._answer(pages[self.path].encode())
 
     def do_POST(self) -> None:
@@ -35,7 +37,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if number == 20 and "breaks-streams" in sys.argv:
                 self._send({"error": {"code": "worker_lost", "message": "the worker is gone"}})
                 return
-            time.sleep(_STEP_SECONDS)
+            time.sleep(_STEP_SECONDS / 100 if "hurries" in sys.argv else _STEP_SECONDS)
         num_prompt_tokens = len(body["prompt"]) // _CHARS_PER_TOKEN
         self._send(
             {"choices": [], "usage": {"prompt_tokens": num_prompt_tokens, "completion_tokens": body["max_tokens"]}}

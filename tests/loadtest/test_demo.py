@@ -40,6 +40,7 @@ async def test_the_demo_measures_streams_around_the_long_prompt(tmp_path: Path) 
     assert [(share.name, share.num_streams) for share in result.workers] == [("worker-1", 4), ("worker-2", 4)]
     assert list(result.phase_seconds)[-1] == "stop of the cluster"
     assert any("long prompt" in line for line in lines)
+    assert any("stopping everything" in line for line in lines)
     assert "during its prefill" in demo_report(result, settings)
 
 
@@ -47,7 +48,14 @@ async def test_a_stream_that_breaks_fails_the_demo_with_the_reason(tmp_path: Pat
     settings = settings_for(tmp_path, service=(*SERVICE, "breaks-streams"))
     with pytest.raises(DemoError, match=r"stream-\d failed after 21 tokens: .*the worker is gone") as caught:
         await run_demo(settings, say=list[str]().append)
-    assert "router-1.log" in str(caught.value)
+    assert str(caught.value).endswith(f"all logs are in {tmp_path}")  # and no log of a part that is well
+
+
+async def test_streams_of_a_fast_model_last_to_the_end_of_the_demo(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, service=(*SERVICE, "hurries"))
+    result = await run_demo(settings, say=list[str]().append)
+    assert [stream.outcome for stream in result.streams] == ["dropped"] * 3
+    assert max(stream.num_tokens for stream in result.streams) > 2000
 
 
 async def test_a_demo_that_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -121,7 +121,9 @@ def test_with_restart_a_dead_part_comes_back(tmp_path: Path) -> None:
         assert process.wait(timeout=10) == 0
 
 
-@pytest.mark.parametrize("wrong", [("--workers", "0"), ("--port", "x"), ("--dtype", "int8"), ("--modl", "m")])
+@pytest.mark.parametrize(
+    "wrong", [("--workers", "0"), ("--port", "x"), ("--port", "65536"), ("--dtype", "int8"), ("--modl", "m")]
+)
 def test_a_wrong_option_is_status_2_and_names_it(wrong: tuple[str, ...]) -> None:
     done = subprocess.run(command(*wrong), capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 2

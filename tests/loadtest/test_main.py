@@ -51,11 +51,13 @@ async def test_a_run_prints_a_report_and_writes_its_lines(tmp_path: Path) -> Non
     assert {request["prompt_tokens"] for request in requests} == {3, 5}
     assert {request["counted_tokens"] for request in requests} == {4}
     assert summary["num_miscounted"] == 0
-    assert summary["asked"]["rate"] == "200.0"
+    assert summary["asked"]["rate"] == 200
+    assert summary["asked"]["prompt_mix"] == [{"num_tokens": 3, "weight": 0.5}, {"num_tokens": 5, "weight": 0.5}]
+    assert summary["ttft_seconds"]["count"] == 10
     assert "secret" not in out.read_text()
 
 
-async def test_failed_requests_are_told_and_counted() -> None:
+async def test_failed_requests_are_told_and_counted_and_with_none_finished_the_status_is_1() -> None:
     async def refuse(connection: Connection) -> None:
         await connection.send(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
 
@@ -63,8 +65,9 @@ async def test_failed_requests_are_told_and_counted() -> None:
         status, report, errors = await loadtest(
             "run", "--url", url, "--model", "m", "--arrivals", "fixed", "--rate", "100", "--duration", "0.025"
         )
-    assert status == 0
+    assert status == 1
     assert "0 of 3 finished" in report
+    assert "none of 3 requests finished" in errors
     assert errors.count("HTTP 503") == 3
 
 
@@ -74,12 +77,19 @@ async def test_failed_requests_are_told_and_counted() -> None:
         (("--rate", "0"), "--rate"),
         (("--prompt-mix", "3"), "LENGTH:WEIGHT"),
         (("--vocab-low", "9", "--vocab-high", "9"), "--vocab-high"),
+        (("--url", "localhost:8000"), "--url: must be http://HOST:PORT"),
+        (("--url", "http://"), "--url: must be http://HOST:PORT"),
+        (("--url", "http://localhost:port"), "--url: invalid URL value"),
+        (("--trace", "/does/not/exist"), "--trace: [Errno 2]"),
+        (("--trace", __file__), "--trace: "),
+        (("--out", "/does/not/exist"), "--out: [Errno 2]"),
     ],
 )
 async def test_a_wrong_option_is_status_2_and_is_named(arguments: tuple[str, ...], told: str) -> None:
     status, _, errors = await loadtest("run", "--url", "http://127.0.0.1:1", "--model", "m", *arguments)
     assert status == 2
-    assert told in errors
+    assert told in errors.splitlines()[-1]
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("command", ["run", "demo"])

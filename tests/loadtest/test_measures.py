@@ -72,14 +72,14 @@ def test_stall_is_what_lies_beyond_the_target() -> None:
     assert summary.stall_seconds == 0.25 + 1.5
     assert summary.num_stalls == 2
     assert summary.stalled_ratio == 1.75 / 3.5
-    assert summary.tbt.count == 4
-    assert summary.tbt.max == 2.0
+    assert summary.tbt_seconds.count == 4
+    assert summary.tbt_seconds.max == 2.0
 
 
 def test_no_gap_is_no_stall() -> None:
     summary = summarize_gaps([], tbt_target_seconds=0.5)
     assert (summary.stall_seconds, summary.num_stalls, summary.stalled_ratio) == (0.0, 0, 0.0)
-    assert math.isnan(summary.tbt.p50)
+    assert math.isnan(summary.tbt_seconds.p50)
 
 
 def test_quantiles_by_hand() -> None:
@@ -170,8 +170,8 @@ def test_a_load_by_hand() -> None:
     summary = summarize(traces, Targets(tbt_seconds=0.5))
     assert (summary.num_requests, summary.num_finished, summary.num_failed) == (3, 2, 1)
     assert summary.seconds == 10.0
-    assert summary.ttft.p50 == 2.0
-    assert summary.gaps.tbt.count == 4
+    assert summary.ttft_seconds.p50 == 2.0
+    assert summary.gaps.tbt_seconds.count == 4
     assert summary.gaps.stall_seconds == 0.5
     assert summary.output_tokens_per_second == 0.7
     assert summary.requests_per_second == 0.2

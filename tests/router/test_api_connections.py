@@ -201,6 +201,34 @@ async def test_a57_http_1_0_gets_a_whole_answer_without_chunked_coding(port: int
         assert json.loads(body)["choices"][0]["text"] == "old"
 
 
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/metrics", "/v1/models", "/v1/models/scripted"])
+async def test_a57_head_is_get_without_the_body(port: int, path: str) -> None:
+    async with RawConnection.open(port) as connection:
+        await connection.send(f"HEAD {path} HTTP/1.1\r\nHost: router\r\n\r\n".encode())
+        assert (await connection.read_until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        await connection.send(b"GET /livez HTTP/1.1\r\nHost: router\r\n\r\n")
+        head, body = await connection.read_response()  # so nothing followed the first head
+        assert (head.split(b"\r\n")[0], body) == (b"HTTP/1.1 200 OK", b"ok\n")
+
+
+async def test_c20_while_draining_every_answer_asks_the_client_to_close_its_connection(
+    router: RouterUnderTest, port: int
+) -> None:
+    settings = router.settings.model_copy(update={"drain_delay_seconds": 60})
+    fields = fields_for("/v1/completions", "abc")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        before = await client.post("/v1/completions", json=fields)
+        assert "connection" not in before.headers
+        leaving = asyncio.create_task(router.drain.run(settings))
+        await wait_until(lambda: router.drain.is_draining)
+        for more in ({}, {"stream": True}):
+            response = await client.post("/v1/completions", json=fields | more)
+            assert (response.status_code, response.headers["connection"]) == (200, "close")
+        leaving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaving
+
+
 async def test_a57_expect_100_continue_is_honoured(port: int) -> None:
     async with RawConnection.open(port) as connection:
         data = request_bytes("/v1/completions", fields_for("/v1/completions", "x"), headers="Expect: 100-continue\r\n")

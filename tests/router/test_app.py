@@ -10,6 +10,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 
 import httpx
+import pytest
 
 from stallfree_router.app import create_app
 from stallfree_router.settings import RouterSettings
@@ -37,7 +38,7 @@ async def router_process(*arguments: str) -> AsyncIterator[tuple[Process, str]]:
 
 
 async def test_c45_the_router_starts_without_any_worker_and_says_so() -> None:
-    app = create_app(RouterSettings(no_worker_timeout_seconds=0), drain=Drain())
+    app = create_app(RouterSettings(no_worker_timeout_seconds=0), drain=Drain(), give_up=pytest.fail)
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://r") as client:
         assert (await client.get("/livez")).status_code == 200
@@ -45,6 +46,14 @@ async def test_c45_the_router_starts_without_any_worker_and_says_so() -> None:
         assert (await client.get("/v1/models")).json() == {"object": "list", "data": []}
         response = await client.post("/v1/completions", json={"model": "m", "prompt": "x"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+
+
+async def test_the_router_gives_up_when_what_runs_beside_its_routes_fails() -> None:
+    broken = RouterSettings().model_copy(update={"worker_urls": ("dns+http://a-port-is-missing",)})
+    given_up = asyncio.Event()
+    app = create_app(broken, drain=Drain(), give_up=given_up.set)
+    async with app.router.lifespan_context(app), asyncio.timeout(5):
+        await given_up.wait()
 
 
 async def test_the_event_loops_lag_is_measured_while_the_router_runs() -> None:

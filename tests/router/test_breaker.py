@@ -47,6 +47,13 @@ def test_a_failed_trial_opens_for_twice_as_long_up_to_a_bound() -> None:
         assert breaker.open_until == now + min(MAX_OPEN_SECONDS, FIRST_OPEN_SECONDS * 2**number)
 
 
+def test_c39_a_burst_that_fails_of_one_outage_opens_it_once() -> None:
+    breaker = opened()
+    for _ in range(50):
+        breaker = breaker.after_failure(0.1)
+    assert breaker == opened()
+
+
 def test_c39_the_latest_deadline_wins() -> None:
     breaker = Breaker().after_full(0.0, 10.0).after_full(0.5, 1.0)
     assert breaker.is_full(9.9)

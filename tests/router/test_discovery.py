@@ -76,3 +76,10 @@ async def test_the_systems_own_look_up_finds_this_machine() -> None:
     discovery = UrlDiscovery(DiscoverySettings(worker_urls=("dns+http://localhost:8000",)))
     async with asyncio.timeout(10), contextlib.aclosing(discovery.watch()) as watch:
         assert await anext(watch) & {"http://127.0.0.1:8000", "http://[::1]:8000"}
+
+
+async def test_a_name_that_cannot_be_one_is_not_found_and_ends_nothing() -> None:
+    urls = f"dns+http://{'a' * 64}.svc:8000", "http://a:1"
+    discovery = UrlDiscovery(DiscoverySettings(worker_urls=urls))
+    async with asyncio.timeout(10), contextlib.aclosing(discovery.watch()) as watch:
+        assert await anext(watch) == {"http://a:1"}

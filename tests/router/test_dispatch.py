@@ -10,6 +10,8 @@ import pytest
 from starlette.responses import Response
 
 from stallfree_router.attempt import MAX_EVENTS_BEHIND
+from stallfree_router.breaker import FIRST_OPEN_SECONDS
+from stallfree_router.worker_answers import MAX_RETRY_AFTER_SECONDS
 from stallfree_shared.errors import (
     ContextLengthExceededError,
     InvalidRequestError,
@@ -318,6 +320,38 @@ async def test_a_request_that_kills_two_workers_is_not_sent_to_a_third() -> None
             await collect(router.dispatcher.generate(generation()))
         assert sorted(len(worker.submits) for worker in workers) == [0, 1, 1]
         await router.idle()
+
+
+async def test_c39_an_engine_that_dies_under_many_streams_is_tried_again_soon() -> None:
+    worker = FakeWorker()
+    worker.hold_at, worker.error_at = 1, (1, WorkerLostError("the engine died").info)
+    async with worker.serving() as url, routing(url) as router:
+        await router.usable()
+        received: list[list[int]] = [[] for _ in range(20)]
+        streams = [
+            asyncio.create_task(collect(router.dispatcher.generate(generation(f"r{n}")), received[n]))
+            for n in range(20)
+        ]
+        await wait_until(lambda: all(received))
+        worker.hold_at = None
+        assert {type(error) for error in await asyncio.gather(*streams, return_exceptions=True)} == {WorkerLostError}
+        assert not router.workers.usable(MODEL)
+        worker.error_at = None
+        async with asyncio.timeout(FIRST_OPEN_SECONDS + 0.5):
+            assert await collect(router.dispatcher.generate(generation("after"))) == expected(5)
+        await router.idle()
+
+
+@pytest.mark.parametrize("retry_after", ["inf", "nan", "86400", "-1", "soon"])
+async def test_c11_a_worker_that_asks_for_a_very_long_pause_is_looked_at_again(retry_after: str) -> None:
+    worker = FakeWorker()
+    worker.answer_submit = lambda: Response(b"{}", status_code=429, headers={"retry-after": retry_after})
+    async with worker.serving() as url, routing(url) as router:
+        await router.usable()
+        with pytest.raises(OverloadedError) as refused:
+            await collect(router.dispatcher.generate(generation()))
+        assert refused.value.retry_after_seconds is not None
+        assert 1 <= refused.value.retry_after_seconds <= MAX_RETRY_AFTER_SECONDS
 
 
 async def test_what_is_no_token_id_never_reaches_the_client() -> None:

@@ -145,6 +145,7 @@ def test_refusals_name_the_reason() -> None:
     assert refusal([], DEMAND, retry_after_seconds=1) is None
     assert refusal([view(is_full=True), view("b", is_allowed=False)], DEMAND, retry_after_seconds=1) is not None
     assert refusal([view(is_ready=False)], DEMAND, retry_after_seconds=1) is None
+    assert refusal([view(max_model_len=149), view("b", is_allowed=False)], DEMAND, retry_after_seconds=1) is None
 
 
 @given(

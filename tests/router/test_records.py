@@ -122,6 +122,45 @@ async def test_the_last_moments_are_written_on_the_way_out(server: RedisServer) 
     assert record.state == "cancelled"
 
 
+@contextlib.asynccontextmanager
+async def slow_way_to(server: RedisServer, delay_seconds: float) -> AsyncIterator[str]:
+    """A URL under which every answer of `server` takes `delay_seconds` longer."""
+
+    async def carry(source: asyncio.StreamReader, target: asyncio.StreamWriter, delay: float) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(2**16):
+                await asyncio.sleep(delay)
+                target.write(data)
+                await target.drain()
+        target.close()
+
+    serving: list[asyncio.Task[None] | None] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.append(asyncio.current_task())
+        redis_reader, redis_writer = await asyncio.open_connection("127.0.0.1", server.port)
+        await asyncio.gather(carry(reader, redis_writer, 0.0), carry(redis_reader, writer, delay_seconds))
+
+    proxy = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"redis://127.0.0.1:{proxy.sockets[0].getsockname()[1]}/0"
+    finally:
+        proxy.close()
+        await proxy.wait_closed()
+        await asyncio.wait([task for task in serving if task is not None], timeout=5)
+
+
+async def test_c29_a_slow_redis_does_not_hold_up_a_router_that_leaves(server: RedisServer) -> None:
+    async with slow_way_to(server, 0.2) as url:
+        slow = settings(server).model_copy(update={"redis_url": url, "redis_timeout_seconds": 5.0})
+        async with keeping(slow) as (records, metrics):
+            await wait_until(lambda: degraded(metrics) == 0)
+            for number in range(20 * records_module.MAX_RECORDS_PER_CALL):
+                records.open(generation(f"r{number}")).close()
+            started_at = time.monotonic()
+        assert time.monotonic() - started_at < records_module.LAST_WRITE_SECONDS + 1
+
+
 async def test_c42_redis_killed_and_back_empty_has_the_live_records_whole_again(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:

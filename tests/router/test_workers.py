@@ -10,11 +10,15 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+import uvicorn
 from starlette.responses import Response
 
+from stallfree_router.metrics import RouterMetrics
 from stallfree_router.policy import Demand
+from stallfree_router.worker_connection import KEEPALIVE_SECONDS, FetchTokenizer
+from stallfree_router.workers import Workers
 from stallfree_shared.errors import StallfreeError, UnavailableError, WorkerLostError, WorkerTimeoutError
-from stallfree_shared.wire import SubmitAccepted
+from stallfree_shared.wire import ModelCard, SubmitAccepted
 from tests.router.fake_worker import FIRST_TOKEN_ID, MODEL, FakeWorker
 from tests.router.routing import SETTINGS, ListDiscovery, collect, generation, routing
 from tests.support.waiting import wait_until
@@ -252,6 +256,85 @@ async def test_a_worker_is_used_only_after_its_model_was_taken_in() -> None:
     async with worker.serving() as url, routing(url) as router:
         await router.usable()
         assert set(router.tokenizers) == {MODEL}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_worker_stops_being_usable_at_the_very_moment_its_connection_ends(number: signal.Signals) -> None:
+    async with worker_process("--hold-at", "0") as (process, url), routing(url) as router:
+        await router.usable()
+        streams = [asyncio.create_task(collect(router.dispatcher.generate(generation(f"s{n}")))) for n in range(20)]
+        await wait_until(lambda: router.sample("attempts_total", reason="first") == 20)
+        connection = router.workers._worker_by_url[url].connection
+        process.send_signal(number)
+        while router.workers.usable(MODEL):
+            assert connection._life is not None
+            await asyncio.sleep(0)
+        for stream in streams:
+            stream.cancel()
+        await asyncio.wait(streams)
+        await router.idle()
+
+
+@pytest.mark.parametrize("num_ticks", range(4))
+async def test_the_router_ends_even_where_a_worker_is_lost_at_the_same_moment(num_ticks: int) -> None:
+    worker = FakeWorker()
+    worker.hold_at = 0
+    worker.takes_submits.clear()
+    async with worker.serving() as url:
+        async with asyncio.timeout(5), routing(url) as router:
+            await router.usable()
+            streams = [asyncio.create_task(collect(router.dispatcher.generate(generation(f"s{n}")))) for n in range(10)]
+            await wait_until(lambda: len(worker.submits) == 10)
+            worker.cut_frames()
+            while router.workers.usable(MODEL):  # noqa: ASYNC110 - the moment counts, to the loop's turn
+                await asyncio.sleep(0)
+            for _ in range(num_ticks):
+                await asyncio.sleep(0)
+        worker.takes_submits.set()
+        outcomes = await asyncio.gather(*streams, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} <= {WorkerLostError, UnavailableError}
+
+
+async def test_of_cards_that_differ_the_one_for_the_longest_prompts_is_told() -> None:
+    short, long = FakeWorker(max_model_len=10), FakeWorker(max_model_len=100)
+    for first, second in ((short, long), (long, short)):
+        discovery = ListDiscovery([])
+        async with first.serving() as url, second.serving() as other_url, routing(discovery=discovery) as router:
+            for number, urls in enumerate(([url], [url, other_url]), 1):
+                discovery.set(urls)
+                await router.usable(number)
+            assert router.workers.models()[MODEL].max_model_len == 100
+            tokens = await collect(router.dispatcher.generate(generation(num_prompt_tokens=50)))
+            assert len(tokens) == 5
+
+
+async def test_c29_what_is_wrong_with_a_worker_for_long_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    num_refusals = 0
+
+    async def refuse(card: ModelCard, fetch_tokenizer: FetchTokenizer) -> None:
+        nonlocal num_refusals
+        num_refusals += 1
+        raise ValueError("no tokenizer of ours")
+
+    worker = FakeWorker()
+    async with worker.serving() as url:
+        workers = Workers(
+            discovery=ListDiscovery([url, "http://no host:x"]),
+            settings=SETTINGS,
+            metrics=RouterMetrics(),
+            on_model=refuse,
+        )
+        running = asyncio.create_task(workers.run())
+        await wait_until(lambda: num_refusals == 4)
+        running.cancel()
+        await asyncio.wait((running,))
+    tracebacks = [line.message for line in caplog.records if line.exc_info]
+    assert sorted(tracebacks) == ["model cannot be served", "worker connection failed"]
+    assert len(caplog.records) == 4
+
+
+def test_an_idle_socket_is_closed_before_the_worker_closes_it() -> None:
+    assert uvicorn.Config("unused:app", log_config=None).timeout_keep_alive > KEEPALIVE_SECONDS
 
 
 async def test_everything_ends_with_the_router_while_requests_wait_and_stream() -> None:

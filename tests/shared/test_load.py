@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from stallfree_shared.load import (
     Work,
+    decode_seconds,
     delay_seconds,
     harm_seconds,
     marginal_decode_seconds,
@@ -112,10 +113,18 @@ def test_the_first_token_never_comes_before_the_own_prefill(worker: WorkerStatus
     assert time_to_first_token_seconds(worker, work) >= prefill_seconds(worker, work.prefill_tokens) > 0
 
 
-def test_only_running_decodes_are_harmed() -> None:
+def test_all_that_are_there_are_harmed_for_as_long_as_they_run() -> None:
     work = Work(prefill_tokens=1000, output_tokens=50)
-    assert harm_seconds(status(waiting=3, prefill=10, output=30), work) == 0
+    assert harm_seconds(status(), work) == 0
     assert harm_seconds(status(running=4, output=40), work) == pytest.approx(4 * 0.0001 * (1000 + 10))
+    assert harm_seconds(status(running=1, waiting=3, output=400), work) == pytest.approx(4 * 0.0001 * (1000 + 50))
+
+
+@pytest.mark.parametrize(("running", "waiting", "num_decodes"), [(0, 0, 1), (3, 2, 6), (8, 90, 8)])
+def test_the_own_output_takes_steps_with_all_that_are_there(running: int, waiting: int, num_decodes: int) -> None:
+    work = Work(prefill_tokens=1000, output_tokens=50)
+    seconds = 50 * (0.01 + 0.0001 * num_decodes)
+    assert decode_seconds(status(running=running, waiting=waiting), work) == pytest.approx(seconds)
 
 
 def test_a_request_waits_for_a_slot_and_for_memory() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
@@ -46,7 +46,7 @@ _SIZES: Mapping[str, object] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recipe:
-    config_class: Callable[..., object]
+    config_class: Callable[..., PreTrainedConfig]
     arguments: Mapping[str, object]
 
 
@@ -94,9 +94,14 @@ def build_tiny_model(folder: Path, family: str = "llama", **overrides: object) -
     recipe = _RECIPES[family]
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
     config = recipe.config_class(**{**_SIZES, "vocab_size": VOCAB_SIZE, **tokens, **recipe.arguments, **overrides})
+    return save_tiny_model(folder, config)
+
+
+def save_tiny_model(folder: Path, config: PreTrainedConfig) -> Path:
+    """Saves a random model of a config of the transformers library to `folder`, in float32, with the tokenizer."""
     torch.manual_seed(17)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]  # untyped there
-    _spread_weights(model, embedding_spread=0.01 if family == "gemma3" else 0.1)
+    _spread_weights(model, embedding_spread=0.01 if config.model_type == "gemma3_text" else 0.1)
     model.save_pretrained(folder)
     _save_tokenizer(folder)
     return folder

@@ -62,9 +62,13 @@ class WorkerProcess:
 
     def engine_pid(self) -> int:
         """The one child of the worker."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        assert len(children) == 1, children
-        return int(children[0])
+        (pid,) = self.engine_pids()
+        return pid
+
+    def engine_pids(self) -> list[int]:
+        """The children of the worker: none while a lost engine is not yet started anew."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in children.read_text().split()]
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all samples `stallfree_worker_{name}` that have `labels`."""

@@ -8,11 +8,14 @@ import pytest
 
 from stallfree_shared.wire import RequestId, SamplingParams
 from stallfree_worker.engine.engine import Engine
-from stallfree_worker.engine.step import NewRequest, StepReport
-from stallfree_worker.engine_loop import EngineLoop, EngineStalledError
+from stallfree_worker.engine.integrity import IntegrityError
+from stallfree_worker.engine.step import NewRequest
+from stallfree_worker.engine.token_budget import TokenBudget
+from stallfree_worker.engine_loop import EngineLoop
 from stallfree_worker.engine_messages import Cancel, Command, EngineReport, Stop, Submit
 from stallfree_worker.settings import SchedulerSettings
 from tests.support.scripted import EOS, FAIL_ROW, ScriptedRunner
+from tests.worker.engine.bench import MovingBudget
 
 A, B = 40, 41
 
@@ -39,8 +42,8 @@ def _submit(request_id: str, *prompt: int, max_tokens: int = 100) -> Submit:
     )
 
 
-def _engine(engine_class: type[Engine] = Engine) -> Engine:
-    return engine_class(SchedulerSettings(), ScriptedRunner(num_blocks=8), Clock())
+def _engine(budget: TokenBudget | None = None) -> Engine:
+    return Engine(SchedulerSettings(), ScriptedRunner(num_blocks=8), Clock(), budget=budget)
 
 
 class _StopAfter:
@@ -57,14 +60,10 @@ class _StopAfter:
         self.reports.append(report)
 
 
-def _run(
-    engine: Engine, plan: dict[int, Command], *, stop_at: int, stall_timeout_seconds: float = 50
-) -> list[EngineReport]:
+def _run(engine: Engine, plan: dict[int, Command], *, stop_at: int) -> list[EngineReport]:
     commands: queue.Queue[Command] = queue.Queue()
     front = _StopAfter(commands, plan, stop_at=stop_at)
-    EngineLoop(
-        engine, commands=commands, send_report=front, stall_timeout_seconds=stall_timeout_seconds, clock=Clock()
-    ).run()
+    EngineLoop(engine, commands=commands, send_report=front).run()
     return front.reports
 
 
@@ -100,11 +99,6 @@ def test_b33_row_with_broken_logits_fails_alone() -> None:
     assert [event.error is not None for event in events if event.request_id == "bad"] == [False, True]
 
 
-class _StuckEngine(Engine):
-    def step(self) -> StepReport:
-        return StepReport(events=(), status=self.status())
-
-
-def test_b34_engine_that_has_work_and_computes_nothing_fails() -> None:
-    with pytest.raises(EngineStalledError, match="requests_waiting=1"):
-        _run(_engine(_StuckEngine), {0: _submit("a", A)}, stop_at=1000, stall_timeout_seconds=20)
+def test_b34_engine_that_has_work_and_can_compute_none_of_it_fails_at_once() -> None:
+    with pytest.raises(IntegrityError, match="left every request out"):
+        _run(_engine(MovingBudget(0)), {0: _submit("a", A)}, stop_at=1000)

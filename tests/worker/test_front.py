@@ -285,6 +285,21 @@ async def test_other_wrong_calls_are_answered_in_our_shape(worker: WorkerProcess
             assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 
 
+async def test_router_that_leaves_in_the_midst_of_a_body_is_no_failure_of_the_worker(worker: WorkerProcess) -> None:
+    host, port = worker.url.removeprefix("http://").split(":")
+    rejected = worker.metric("requests_total", outcome="rejected")
+    with socket.create_connection((host, int(port))) as router:
+        router.sendall(b'POST /wire/requests HTTP/1.1\r\nHost: worker\r\nContent-Length: 1000\r\n\r\n{"request_id":')
+    await wait_until(lambda: worker.metric("requests_total", outcome="rejected") == rejected + 1)
+    assert "request handler failed" not in worker.log
+
+
+async def test_b01_cache_smaller_than_the_context_lowers_the_card_and_warns_once() -> None:
+    with scripted_worker("--kv-cache-memory=1MiB", "--max-model-len=4096") as small:
+        assert ModelCard.model_validate_json(small.get("/wire/model").content).max_model_len == 1024
+        assert small.log.count("the KV cache holds less than the model's context") == 1
+
+
 async def test_cancel_of_an_unknown_request_is_fine(worker: WorkerProcess) -> None:
     async with connect(worker) as client:
         await client.cancel(RequestId("never/seen"))

@@ -163,6 +163,30 @@ async def test_drain_that_takes_too_long_ends_its_requests_with_a_retryable_erro
         assert worker.process.wait(timeout=10) == 0
 
 
+async def test_second_sigterm_ends_the_worker_at_once_and_its_engine_in_mid_step_too() -> None:
+    with scripted_worker() as worker:
+        async with connect(worker) as client:
+            await client.submit([HANG])
+            engine = Path(f"/proc/{worker.engine_pid()}")
+            worker.process.send_signal(signal.SIGTERM)
+            await wait_until(lambda: client.status.is_draining, what="a draining status")
+            worker.process.send_signal(signal.SIGTERM)
+            await wait_until(lambda: worker.process.poll() is not None, 4, what="the worker's end")
+        await wait_until(lambda: not engine.exists(), 4, what="the engine's end")
+
+
+async def test_engine_that_dies_while_it_loads_anew_is_started_once_more() -> None:
+    with scripted_worker(environment={"SCRIPTED_LOAD_SECONDS": "0.5"}) as worker:
+        async with connect(worker) as client:
+            os.kill(worker.engine_pid(), signal.SIGKILL)
+            await wait_until(lambda: worker.metric("engine_restarts_total") == 1)
+            await wait_until(lambda: len(worker.engine_pids()) == 1)
+            os.kill(worker.engine_pid(), signal.SIGKILL)
+            await wait_until(lambda: worker.metric("engine_restarts_total") == 2)
+            await wait_until(worker.is_ready, what="/readyz again")
+            await _assert_serves(client)
+
+
 def test_engine_does_not_outlive_a_killed_worker_even_in_the_midst_of_a_step() -> None:
     with scripted_worker(environment={"SCRIPTED_STEP_SECONDS": "3600"}, wait=False) as worker:
         wait_until_sync(lambda: worker.get("/livez").status_code == 200)

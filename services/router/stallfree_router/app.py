@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from asyncio import CancelledError, TaskGroup
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -28,9 +29,17 @@ from stallfree_router.text.registry import TokenizerRegistry
 from stallfree_router.workers import Workers
 from stallfree_shared.drain import Drain
 
+_logger = logging.getLogger(__name__)
 
-def create_app(settings: RouterSettings, *, drain: Drain) -> FastAPI:
-    """The router, ready to be served; `drain` belongs to the process that serves it."""
+Job = Callable[[], Coroutine[None, None, None]]
+
+
+def create_app(settings: RouterSettings, *, drain: Drain, give_up: Callable[[], None]) -> FastAPI:
+    """The router, ready to be served; `drain` belongs to the process that serves it.
+
+    `give_up` is called where what runs beside the routes has failed: the process should then end, with a non-zero
+    status.
+    """
     metrics = RouterMetrics()
     tokenizers = TokenizerRegistry()
     workers = Workers(
@@ -47,7 +56,7 @@ def create_app(settings: RouterSettings, *, drain: Drain) -> FastAPI:
         tokenizers=tokenizers,
         served_models=workers,
         generator=dispatcher,
-        background=(workers.run, records.run),
+        background=(_guarded(workers.run, give_up), _guarded(records.run, give_up)),
     )
 
 
@@ -59,7 +68,7 @@ def assemble(
     tokenizers: TokenizerRegistry,
     served_models: ServedModels,
     generator: Generator,
-    background: Sequence[Callable[[], Coroutine[None, None, None]]] = (),
+    background: Sequence[Job] = (),
 ) -> FastAPI:
     """The API side on top of any dispatching side. `background` runs from start to end, and ends in that order."""
     text_generator = TextGenerator(
@@ -98,12 +107,26 @@ def assemble(
     for routes in (completions, chat, models, ops):
         app.include_router(routes.router)
     add_error_handlers(app)
-    app.add_middleware(Front, accounting=Accounting(metrics, clock=time.monotonic), api_key=settings.api_key)
+    accounting = Accounting(metrics, clock=time.monotonic)
+    app.add_middleware(Front, accounting=accounting, drain=drain, api_key=settings.api_key)
     return app
 
 
+def _guarded(job: Job, give_up: Callable[[], None]) -> Job:
+    """The router never lives on half: a job that fails takes it along."""
+
+    async def run() -> None:
+        try:
+            await job()
+        except Exception:
+            _logger.exception("router failed")
+            give_up()
+
+    return run
+
+
 @contextlib.asynccontextmanager
-async def _running(*jobs: Callable[[], Coroutine[None, None, None]]) -> AsyncIterator[None]:
+async def _running(*jobs: Job) -> AsyncIterator[None]:
     """Runs `jobs` while the block runs, then cancels them one after another."""
     async with TaskGroup() as group:
         tasks = [group.create_task(job()) for job in jobs]

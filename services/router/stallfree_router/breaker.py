@@ -8,7 +8,8 @@ passed in. `workers` keeps one `Breaker` per worker and asks it before each disp
 
 Only what says something about the worker counts: failed connects, 5xx and time-outs are failures. A client's mistake
 (4xx) or a client that leaves is none (C38). "I am full" (429) is no failure either: it only keeps requests away until
-the time that the worker names. Of several deadlines the latest wins (C39).
+the time that the worker names. Of several deadlines the latest wins (C39). While it is open only the trial counts:
+requests that were sent before it opened fail of the same outage, however many they are.
 """
 
 from __future__ import annotations
@@ -53,14 +54,15 @@ class Breaker:
         return Breaker(full_until=self.full_until)
 
     def after_failure(self, now: float) -> Breaker:
+        if self.open_until is not None and not self.has_trial:
+            return self
         failures = self.failures_in_a_row + 1
         if failures < FAILURES_TO_OPEN and self.open_until is None:
             return replace(self, failures_in_a_row=failures)
-        deadline = now + self.open_seconds
         return replace(
             self,
             failures_in_a_row=failures,
-            open_until=deadline if self.open_until is None else max(self.open_until, deadline),
+            open_until=now + self.open_seconds,
             open_seconds=min(MAX_OPEN_SECONDS, 2 * self.open_seconds),
             has_trial=False,
         )

@@ -68,7 +68,7 @@ class UrlDiscovery:
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_SECONDS):
                 addresses = await self._resolve(parts.hostname, parts.port)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: no name can look like that
             if url not in self._failing:
                 self._failing.add(url)
                 _logger.warning("worker name not found", extra={"url": url, "error": str(error)})

@@ -60,7 +60,7 @@ class RouterMetrics:
             f"{prefix}_queue_seconds",
             "From a call's arrival to its dispatch to a worker: reading, tokenizing, waiting for a worker.",
             model,
-            buckets=shared.SHORT_BUCKETS_SECONDS,
+            buckets=shared.QUEUE_BUCKETS_SECONDS,
             registry=self.registry,
         )
         self.decision_seconds = Histogram(

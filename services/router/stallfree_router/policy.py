@@ -1,7 +1,7 @@
 """Which worker gets a request. PURE: filter → score → pick over views; randomness is passed in, time is in the views.
 
-Score = seconds that the request waits for its first token there, plus seconds by which it delays those that decode
-there (`stallfree_shared.load`). The pick is the better of two random ones among the best few, not the global minimum:
+Score = seconds until the request's last token there, plus seconds by which it delays those that are there already
+(`stallfree_shared.load`). The pick is the better of two random ones among the best few, not the global minimum:
 numbers are a little stale and other routers see the same ones (Mitzenmacher, "The Power of Two Choices"; C07).
 `workers` makes the views and calls this; nothing here knows of connections.
 """
@@ -70,11 +70,12 @@ def pick(
 
 
 def refusal(views: Sequence[WorkerView], demand: Demand, *, retry_after_seconds: float) -> StallfreeError | None:
-    """Why waiting for a worker would be in vain, or None where one may come free."""
-    usable = [view for view in views if is_usable(view, demand.model)]
-    fitting = [view for view in usable if _fits(view, demand)]
-    if usable and not fitting:
-        limit = max(view.max_model_len for view in usable)
+    """Why waiting for a worker would be in vain, or None where one may come free. One that is only not usable just now
+    may still be the one that a long request fits."""
+    known = [view for view in views if view.model == demand.model]
+    fitting = [view for view in known if _fits(view, demand) and is_usable(view, demand.model)]
+    if known and not any(_fits(view, demand) for view in known):
+        limit = max(view.max_model_len for view in known)
         return ContextLengthExceededError(
             f"This model's maximum context length is {limit} tokens; the prompt has {demand.prompt_tokens} tokens and "
             f"max_tokens is {demand.max_tokens}, together {demand.prompt_tokens + demand.max_tokens}.",

@@ -39,6 +39,8 @@ MAX_BACKOFF_SECONDS = 2.0
 FAILURES_TO_DEGRADE = 2
 """In a row: one late answer is no outage."""
 MAX_RECORDS_PER_CALL = 64
+LAST_WRITE_SECONDS = 2.0
+"""For what is not written yet when the router leaves; a slow Redis holds nobody up."""
 MAX_ENDED_TOKENS = 2_000_000
 """Most prompt and output tokens of ended requests that wait to be written."""
 
@@ -172,7 +174,9 @@ class RequestRecords:
             try:
                 await self._keep_writing(redis, script)
             finally:
-                await self._write_due(redis, script, until=float("inf"))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_WRITE_SECONDS):
+                        await self._write_due(redis, script, until=float("inf"))
 
     async def _keep_writing(self, redis: Redis, script: RecordScript) -> None:
         backoff_seconds = FIRST_BACKOFF_SECONDS

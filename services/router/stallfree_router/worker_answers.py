@@ -22,6 +22,8 @@ from stallfree_shared.errors import (
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 DEFAULT_RETRY_AFTER_SECONDS = 1.0
+MAX_RETRY_AFTER_SECONDS = 30.0
+"""However long a worker or a proxy asks for, it is looked at again after this (C11)."""
 
 _MessageT = TypeVar("_MessageT", bound=BaseModel)
 
@@ -83,5 +85,5 @@ def _error_of(response: httpx.Response) -> StallfreeError:
 
 def _retry_after_seconds(response: httpx.Response) -> float:
     with contextlib.suppress(KeyError, ValueError):
-        return max(0.0, float(response.headers["retry-after"]))
+        return min(MAX_RETRY_AFTER_SECONDS, max(0.0, float(response.headers["retry-after"])))
     return DEFAULT_RETRY_AFTER_SECONDS

@@ -47,8 +47,11 @@ MAX_BACKOFF_SECONDS = 2.0
 MAX_CONNECTIONS = 16
 """Sockets to one worker: one for the frames of all requests, the others for submits and cancels, which are short. The
 pool looks at all of them for each call, so many would cost more than they give."""
+KEEPALIVE_SECONDS = 2.0
+"""An idle socket is closed well before a worker does so (after 5): a submit must not meet one that is being closed."""
 TOKENIZER_TIMEOUT_SECONDS = 30.0
 CANCEL_TRIES = 3
+CANCEL_AGAIN_SECONDS = 1.0
 SILENCE_TICKS = 6
 _JSON = {"content-type": "application/json"}
 
@@ -84,6 +87,7 @@ class _Life:
         self.tasks = tasks
         self.attempt_by_key: dict[AttemptKey, Attempt] = {}
         self.has_status = False
+        self.has_ended = False
         self.num_frames = 0
 
 
@@ -95,6 +99,9 @@ class WorkerConnection:
         self._settings = settings
         self._listener = listener
         self._life: _Life | None = None
+        self._is_leaving = False
+        self._refused_card: ModelCard | None = None
+        """The last one that could not be served."""
 
     @property
     def num_attempts(self) -> int:
@@ -102,14 +109,32 @@ class WorkerConnection:
         return 0 if self._life is None else len(self._life.attempt_by_key)
 
     async def run(self) -> None:
-        """Connects, follows, and begins again; ends only by cancellation."""
+        """Connects, follows, and begins again; ends only by cancellation, and then in bounded time.
+
+        The work is in a task of its own: a group of anyio's that is ending by an error forgets a cancellation that
+        reaches it then, and the router would never end.
+        """
+        keeping = asyncio.create_task(self._keep_connected())
+        try:
+            await asyncio.wait((keeping,))
+            keeping.result()
+        finally:
+            self._is_leaving = True
+            while not keeping.done():
+                keeping.cancel()
+                await asyncio.wait((keeping,), timeout=CANCEL_AGAIN_SECONDS)
+
+    async def _keep_connected(self) -> None:
         backoff_seconds, was_reported = FIRST_BACKOFF_SECONDS, False
         while True:
             try:
                 was_connected, error = await self._live()
             except Exception as bug:  # top-level: what goes wrong with one worker must not end the way to the others
-                _logger.exception("worker connection failed", extra={"worker": self.url})
+                if not was_reported:
+                    _logger.exception("worker connection failed", extra={"worker": self.url})
                 was_connected, error = False, failure_of(bug, "connecting")
+            if self._is_leaving:
+                return
             if was_connected or not was_reported:
                 fields = {"worker": self.url, "reason": error.message}
                 _logger.warning("worker lost" if was_connected else "worker unreachable", extra=fields)
@@ -196,20 +221,29 @@ class WorkerConnection:
                 try:
                     await self._follow(life)
                 finally:
-                    self._life = None
+                    self._end(life)
         except* StallfreeError as group:
             error = _first(group)
         finally:
-            was_connected = life is not None and life.has_status
             for attempt in tuple(life.attempt_by_key.values()) if life is not None else ():
                 attempt.fail(type(error)(error.message))  # each its own: a raised error collects its traceback
-            self._listener.on_lost(self, was_connected=was_connected)
-        return was_connected, error
+        return life is not None and life.has_status, error
+
+    def _end(self, life: _Life) -> None:
+        """No request may come this way any more, and no task may join the life's group. Said before the sockets close,
+        which takes a while, or requests would be sent to a worker that cannot be reached. Idempotent."""
+        if not life.has_ended:
+            life.has_ended, self._life = True, None
+            self._listener.on_lost(self, was_connected=life.has_status)
 
     def _client(self) -> httpx.AsyncClient:
         settings = self._settings
         timeout = httpx.Timeout(settings.submit_timeout_seconds, connect=settings.connect_timeout_seconds)
-        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
+        limits = httpx.Limits(
+            max_connections=MAX_CONNECTIONS,
+            max_keepalive_connections=MAX_CONNECTIONS,
+            keepalive_expiry=KEEPALIVE_SECONDS,
+        )
         return httpx.AsyncClient(
             base_url=self.url, timeout=timeout, limits=limits, verify=_tls_context(), trust_env=False
         )
@@ -243,7 +277,9 @@ class WorkerConnection:
         except (StallfreeError, httpx.HTTPError, TimeoutError):
             raise
         except Exception as error:
-            _logger.exception("model cannot be served", extra={"worker": self.url, "model": card.model})
+            if card != self._refused_card:
+                self._refused_card = card
+                _logger.exception("model cannot be served", extra={"worker": self.url, "model": card.model})
             raise WorkerLostError(f"the worker's model cannot be served: {error}") from error
 
     async def _watch_silence(self, life: _Life) -> Never:
@@ -258,7 +294,7 @@ class WorkerConnection:
             num_frames = life.num_frames
             await asyncio.sleep(self._settings.silence_timeout_seconds / SILENCE_TICKS)
             num_silent_ticks = num_silent_ticks + 1 if life.num_frames == num_frames else 0
-        self._life = None  # first: no task may join a group that is ending
+        self._end(life)
         raise WorkerTimeoutError(f"the worker was silent for {self._settings.silence_timeout_seconds:g} seconds")
 
     async def _read_frames(self, life: _Life) -> None:

@@ -53,6 +53,7 @@ class Reservation:
         self.num_losses = num_losses
         """How often the worker had been lost when this was made; it stands for that life of the worker only."""
         self.is_trial = is_trial
+        """It decides whether a half-open breaker closes; until then no other request is let through."""
         self.status_sequence: int | None = None
         """Statuses above this include the request; None until the worker has accepted it."""
 
@@ -131,9 +132,10 @@ class Workers:
             self._tell_change()
 
     def models(self) -> Mapping[str, ModelCard]:
-        """The card of each model that some known worker serves, even where all of them are away just now."""
-        listed = (worker for worker in self._worker_by_url.values() if worker.is_listed)
-        return {worker.card.model: worker.card for worker in listed if worker.card is not None}
+        """The card of each model that some known worker serves, even where all of them are away just now. Of several
+        that differ the one that takes the longest prompts: the policy finds a worker for each."""
+        cards = [worker.card for worker in self._worker_by_url.values() if worker.is_listed and worker.card is not None]
+        return {card.model: card for card in sorted(cards, key=lambda card: card.max_model_len)}
 
     def usable(self, model: str) -> bool:
         """Whether some worker can take a request for `model` now."""
@@ -175,6 +177,7 @@ class Workers:
         """The worker has given output: it works."""
         worker = self._holder(reservation)
         if worker is not None:
+            reservation.is_trial = False
             self._set_breaker(worker, worker.breaker.after_success())
 
     async def on_card(self, connection: WorkerConnection, card: ModelCard, fetch_tokenizer: FetchTokenizer) -> None:
@@ -274,15 +277,13 @@ class Workers:
 
     def _learn(self, reservation: Reservation, error: StallfreeError) -> None:
         worker = self._holder(reservation)
-        if worker is None:
+        if worker is None or isinstance(error, DrainingError):
             return
         now = time.monotonic()
         if isinstance(error, OverloadedError):
             breaker = worker.breaker.after_full(now, error.retry_after_seconds or MIN_RETRY_AFTER_SECONDS)
         elif isinstance(error, InvalidRequestError | StepFailedError):
             breaker = worker.breaker.after_success()
-        elif isinstance(error, DrainingError):
-            breaker = worker.breaker.after_abandon()
         else:
             breaker = worker.breaker.after_failure(now)
         self._set_breaker(worker, breaker)

@@ -40,58 +40,35 @@ from stallfree_worker.settings import WorkerSettings
 
 _logger = logging.getLogger("stallfree_worker.engine_loop")  # as __main__ it has another name
 
-_PAUSE_WITHOUT_PROGRESS_SECONDS = 0.01
-
-
-class EngineStalledError(Exception):
-    """The engine has work, takes steps, and computes nothing."""
-
 
 class EngineLoop:
-    """Turns commands into engine calls and steps into reports. `stall_timeout_seconds` is how long the engine may have
-    work without computing a token."""
+    """Turns commands into engine calls and steps into reports."""
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        commands: queue.Queue[Command],
-        send_report: Callable[[EngineReport], None],
-        stall_timeout_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, engine: Engine, *, commands: queue.Queue[Command], send_report: Callable[[EngineReport], None]
     ) -> None:
         self._engine = engine
         self._commands = commands
         self._send_report = send_report
-        self._stall_timeout_seconds = stall_timeout_seconds
-        self._clock = clock
         self._submits_taken = 0
         self._refusals: list[EngineEvent] = []
-        self._progressed_at = clock()
-        self._has_progressed = True
 
     def run(self) -> None:
-        """Returns after `Stop`. Raises what a step raises, and EngineStalledError."""
-        self._report(self._step())
+        """Returns after `Stop`. Raises what a step raises."""
+        self._report(self._engine.step())
         while self._take_commands():
-            self._report(self._step())
+            self._report(self._engine.step())
 
     def _take_commands(self) -> bool:
         """Hands over all commands that are there; waits for one where nothing else is to be done. False: stop."""
         try:
-            command = self._commands.get(block=self._may_wait(), timeout=self._patience_seconds())
+            command = self._commands.get(block=not self._engine.has_work, timeout=STATUS_INTERVAL_SECONDS)
             while not isinstance(command, Stop):
                 self._take(command)
                 command = self._commands.get_nowait()
         except queue.Empty:
             return True
         return False
-
-    def _may_wait(self) -> bool:
-        return not (self._engine.has_work and self._has_progressed)
-
-    def _patience_seconds(self) -> float:
-        return _PAUSE_WITHOUT_PROGRESS_SECONDS if self._engine.has_work else STATUS_INTERVAL_SECONDS
 
     def _take(self, command: Submit | Cancel) -> None:
         if isinstance(command, Cancel):
@@ -102,28 +79,6 @@ class EngineLoop:
             self._engine.submit(command.request)
         except StallfreeError as error:
             self._refusals.append(_refusal(command.request, error))
-
-    def _step(self) -> StepReport:
-        """One step, or the bare status where nothing is to be computed."""
-        if not self._engine.has_work:
-            self._note_progress()
-            return StepReport(events=(), status=self._engine.status())
-        step = self._engine.step()
-        if step.num_decode_tokens + step.num_prefill_tokens > 0 or not self._engine.has_work:
-            self._note_progress()
-        else:
-            self._note_standstill(step)
-        return step
-
-    def _note_progress(self) -> None:
-        self._has_progressed = True
-        self._progressed_at = self._clock()
-
-    def _note_standstill(self, step: StepReport) -> None:
-        self._has_progressed = False
-        seconds = self._clock() - self._progressed_at
-        if seconds > self._stall_timeout_seconds:
-            raise EngineStalledError(f"work waits, and no token was computed for {seconds:.0f} s: {step.status}")
 
     def _report(self, step: StepReport) -> None:
         if self._refusals:
@@ -143,8 +98,14 @@ def _refusal(request: NewRequest, error: StallfreeError) -> EngineEvent:
 
 
 def _ready(loaded: LoadedModel, engine: Engine) -> EngineReady:
-    """What routers may count on: no longer request than the KV cache can hold, of which the engine has warned."""
-    card = loaded.card.model_copy(update={"max_model_len": min(loaded.card.max_model_len, engine.max_model_len)})
+    """What routers may count on: no longer request than the KV cache can hold."""
+    card = loaded.card
+    if engine.max_model_len < card.max_model_len:
+        _logger.warning(
+            "the KV cache holds less than the model's context: longer requests are refused",
+            extra={"model_max_len": card.max_model_len, "max_model_len": engine.max_model_len},
+        )
+        card = card.model_copy(update={"max_model_len": engine.max_model_len})
     return EngineReady(card=card, tokenizer_path=loaded.tokenizer_path, block_size=loaded.runner.block_size)
 
 
@@ -171,10 +132,7 @@ def _serve(setup: EngineSetup, commands: queue.Queue[Command], reports: Connecti
         "engine ready", extra={"model": ready.card.model, "load_seconds": round(time.monotonic() - started_at, 3)}
     )
     reports.send(ready)
-    loop = EngineLoop(
-        engine, commands=commands, send_report=reports.send, stall_timeout_seconds=settings.step_timeout_seconds
-    )
-    loop.run()
+    EngineLoop(engine, commands=commands, send_report=reports.send).run()
 
 
 def main() -> int:

@@ -87,7 +87,8 @@ class EngineProcessSettings(SettingsGroup):
     step_timeout_seconds: float = Field(
         120.0,
         gt=0,
-        description="Most seconds without a sign of the engine while it has work; then it is restarted.",
+        description="Most seconds without a sign of an engine that serves, so most that one step may take; then it is "
+        "restarted.",
     )
     max_engine_restarts: int = Field(
         3,

@@ -4,7 +4,7 @@ The rule of the numbers (`wire.SubmitAccepted`): a status whose sequence is high
 includes that request. Submits are counted when they are sent to the engine, and the engine's reports say how many
 of them it has taken. So a sequence is
 
-    submits taken * 2**20 + statuses made since that number changed
+    submits taken * 2**20 + statuses made since that number changed, 2**20 - 1 at most
 
 and submit number n (from 1) is answered with n * 2**20 - 1. A status made before the engine took it, however late it
 arrives and however many steps lie between, stays at or below that.
@@ -67,7 +67,7 @@ class StatusBook:
         return self._include(self._sent_to_former_engines + submits_taken)
 
     def make(self, *, is_ready: bool, is_draining: bool) -> WorkerStatus:
-        """A status with a sequence above all earlier ones."""
+        """A status with a sequence that is never below an earlier one's."""
         self._num_made = min(self._num_made + 1, _STRIDE - 1)
         engine = self._engine
         return WorkerStatus(

@@ -1,4 +1,8 @@
-"""Defects found by reading the reference implementation of Sarathi-Serve; ours must not have them."""
+"""Defects found by reading the reference implementation of Sarathi-Serve; ours must not have them.
+
+Three more are cases of their own: 1 (temperature 0 is greedy, also beside random rows) is a42 and b25 in the tests of
+the sampler, 6 (a prompt that is too long gets an answer) b01, and 12 (who waits behind one that does not fit) b20.
+"""
 
 from __future__ import annotations
 

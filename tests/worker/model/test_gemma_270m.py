@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stallfree_worker.model.loader import load_model
 from stallfree_worker.settings import WorkerSettings
-from tests.worker.model.step_driver import StepDriver
+from tests.worker.model.engine_driver import EngineDriver
 
 PROMPTS = (
     "The capital of France is",
@@ -34,7 +34,7 @@ def test_b10_gemma_3_270m_gives_the_tokens_of_generate_whatever_the_chunks() -> 
     assert max(map(len, prompts)) > 512  # longer than the window
     expected = library_outputs(folder, prompts)
     for budget in (512, 100):
-        outputs = StepDriver(loaded.runner, token_budget=budget).generate(prompts, num_tokens=NUM_TOKENS)
+        outputs = EngineDriver(loaded.runner, token_budget=budget).generate(prompts, num_tokens=NUM_TOKENS)
         assert [tokenizer.decode(output) for output in outputs] == [tokenizer.decode(output) for output in expected]
         assert outputs == expected
 

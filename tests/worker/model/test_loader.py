@@ -22,7 +22,7 @@ from stallfree_worker.model.errors import ModelLoadError
 from stallfree_worker.model.loader import load_model
 from tests.support.tiny_models import CHAT_TEMPLATE, build_tiny_model
 from tests.worker.model.conftest import tiny_settings
-from tests.worker.model.step_driver import StepDriver
+from tests.worker.model.engine_driver import EngineDriver
 
 PROMPT = list(range(20, 60))
 Copy = Callable[[str], Path]
@@ -56,7 +56,7 @@ def load(folder: Path, **overrides: object) -> LoadedModel:
 
 
 def greedy(runner: Runner, num_tokens: int = 16) -> list[int]:
-    return StepDriver(runner).generate([PROMPT], num_tokens=num_tokens)[0]
+    return EngineDriver(runner).generate([PROMPT], num_tokens=num_tokens)[0]
 
 
 def library_greedy(folder: Path, num_tokens: int = 16) -> list[int]:

@@ -16,7 +16,7 @@ from stallfree_worker.model.batch_inputs import make_batch_inputs
 from stallfree_worker.model.loader import load_model
 from tests.support.tiny_models import build_tiny_model
 from tests.worker.model.conftest import tiny_settings
-from tests.worker.model.step_driver import GREEDY, StepDriver
+from tests.worker.model.engine_driver import GREEDY, EngineDriver
 
 POISON = 300
 """A token id whose embedding a test fills with NaN."""
@@ -81,10 +81,10 @@ def test_b24_only_the_request_with_nan_logits_fails(poisoned: LoadedModel) -> No
 @pytest.mark.parametrize("length", [1, 5, 16, 17, 31])
 def test_b24_blocks_that_held_nan_do_no_harm_to_their_next_owner(poisoned: LoadedModel, length: int) -> None:
     prompt = list(range(20, 20 + length))
-    expected = StepDriver(poisoned.runner).generate([prompt, [7]], num_tokens=40)
+    expected = EngineDriver(poisoned.runner).generate([prompt, [7]], num_tokens=40)
     everything = tuple(range(poisoned.runner.num_blocks))
     poisoned.runner.execute(make_plan(make_chunk("bad", (POISON,) * (16 * len(everything)), blocks=everything)))
-    assert StepDriver(poisoned.runner, token_budget=9).generate([prompt, [7]], num_tokens=40) == expected
+    assert EngineDriver(poisoned.runner, token_budget=9).generate([prompt, [7]], num_tokens=40) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -99,9 +99,9 @@ def test_b25_sampled_requests_get_the_same_tokens_alone_and_together(
         SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9, seed=2),
         SamplingParams(max_tokens=1, temperature=1.2, top_k=9, min_p=0.05, seed=3),
     ]
-    together = StepDriver(runner, token_budget=16).generate(prompts, num_tokens=32, sampling=sampling)
+    together = EngineDriver(runner, token_budget=16).generate(prompts, num_tokens=32, sampling=sampling)
     alone = [
-        StepDriver(runner).generate([prompt], num_tokens=32, sampling=[params])[0]
+        EngineDriver(runner).generate([prompt], num_tokens=32, sampling=[params])[0]
         for prompt, params in zip(prompts, sampling, strict=True)
     ]
     assert together == alone
@@ -112,7 +112,7 @@ def test_bfloat16_runs_and_mostly_agrees_with_float32(
     family: str, tiny_model: Callable[[str], LoadedModel], tiny_folder: Callable[[str], Path]
 ) -> None:
     prompts = [[token] for token in range(20, 120)]
-    exact = StepDriver(tiny_model(family).runner).generate(prompts, num_tokens=1)
-    rounded = StepDriver(load_model(tiny_settings(tiny_folder(family), dtype="bfloat16")).runner)
+    exact = EngineDriver(tiny_model(family).runner).generate(prompts, num_tokens=1)
+    rounded = EngineDriver(load_model(tiny_settings(tiny_folder(family), dtype="bfloat16")).runner)
     outputs = rounded.generate(prompts, num_tokens=1)
     assert sum(one == other for one, other in zip(exact, outputs, strict=True)) >= 90

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from stallfree_shared.wire import SamplingParams
+from stallfree_worker.engine.step import Runner
 from stallfree_worker.loaded_model import LoadedModel
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE
-from tests.worker.model.step_driver import WHOLE, StepDriver
+from tests.worker.model.engine_driver import WHOLE, EngineDriver, SmallPool
 
 NUM_TOKENS = 64
 PROMPT_LENGTHS = (1, 16, 33, 129, 300)
@@ -73,29 +76,86 @@ def expected(reference: Callable[[str], Reference]) -> Callable[[str], list[list
     return get
 
 
-@pytest.mark.parametrize("budget", [1, 7, 16, 64, WHOLE])
-@pytest.mark.parametrize("family", FAMILIES)
+BUDGETS = (1, 7, 16, 64, WHOLE)
+POOLS = ("roomy", "tight")
+TELLING = {*itertools.product(FAMILIES, (7,), ("tight",)), *itertools.product(("gemma3",), (1, 16), POOLS)}
+"""What every run tries; the marker `slow` brings the rest. A tight pool has both whole prefills, in its first step, and
+chunked ones, where preempted requests are computed anew."""
+WHOLE_MATRIX = [
+    case if case in TELLING else pytest.param(*case, marks=pytest.mark.slow)
+    for case in itertools.product(FAMILIES, BUDGETS, POOLS)
+]
+LONGEST_FIRST = (4, 0, 1, 2, 3)
+"""The others are admitted beside it, and have to go when it grows."""
+TIGHT_BLOCKS = 28
+NEIGHBOUR = 2
+"""Which of the prompts runs beside the others, one at a time, to squeeze them out of a tight pool."""
+
+
+def driver_of(runner: Runner, budget: int, num_blocks: int | None = None) -> EngineDriver:
+    """In a tight pool the first step has a budget that admits all who fit: with a budget of 1 no two requests would
+    ever run at once, and so none would be preempted."""
+    if num_blocks is None:
+        return EngineDriver(runner, token_budget=budget)
+    pool = SmallPool(runner=runner, num_blocks=num_blocks)
+    return EngineDriver(pool, token_budget=budget, first_budget=WHOLE)
+
+
+@pytest.mark.parametrize(("family", "budget", "pool"), WHOLE_MATRIX)
+def test_b10_b12_prompts_in_one_hybrid_batch_give_the_tokens_of_generate(
+    family: str,
+    budget: int,
+    pool: str,
+    tiny_model: Callable[[str], LoadedModel],
+    expected: Callable[[str], list[list[int]]],
+) -> None:
+    driver = driver_of(tiny_model(family).runner, budget, TIGHT_BLOCKS if pool == "tight" else None)
+    outputs = driver.generate([PROMPTS[index] for index in LONGEST_FIRST], num_tokens=NUM_TOKENS)
+    assert outputs == [expected(family)[index] for index in LONGEST_FIRST]
+    assert (driver.num_preemptions > 1) == (pool == "tight")
+
+
+@pytest.mark.parametrize(("family", "budget", "pool"), WHOLE_MATRIX)
 def test_b10_b12_each_prompt_alone_gives_the_tokens_of_generate(
     family: str,
     budget: int,
+    pool: str,
     tiny_model: Callable[[str], LoadedModel],
     expected: Callable[[str], list[list[int]]],
 ) -> None:
-    driver = StepDriver(tiny_model(family).runner, token_budget=budget)
-    outputs = [driver.generate([prompt], num_tokens=NUM_TOKENS)[0] for prompt in PROMPTS]
-    assert outputs == expected(family)
+    """Nobody is preempted who is alone, so in the tight pool an older request runs beside each."""
+    runner, wanted = tiny_model(family).runner, expected(family)
+    for prompt, output in zip(PROMPTS, wanted, strict=True):
+        if pool == "roomy":
+            assert driver_of(runner, budget).generate([prompt], num_tokens=NUM_TOKENS) == [output]
+            continue
+        pair = [PROMPTS[NEIGHBOUR], prompt]
+        to_start = sum(num_blocks_of(len(one)) for one in pair) + 1
+        to_end_alone = max(num_blocks_of(len(one) + NUM_TOKENS) for one in pair)
+        driver = driver_of(runner, budget, max(to_start, to_end_alone))
+        outputs = driver.generate(pair, num_tokens=NUM_TOKENS)
+        assert outputs == [wanted[NEIGHBOUR], output]
+        assert driver.num_preemptions > 0
 
 
-@pytest.mark.parametrize("budget", [7, 16, 64, WHOLE])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_in_one_hybrid_batch_give_the_tokens_of_generate(
-    family: str,
-    budget: int,
-    tiny_model: Callable[[str], LoadedModel],
-    expected: Callable[[str], list[list[int]]],
+def num_blocks_of(num_tokens: int) -> int:
+    return -(-num_tokens // 16)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_preempted_seeded_requests_draw_what_they_draw_alone(
+    family: str, tiny_model: Callable[[str], LoadedModel]
 ) -> None:
-    driver = StepDriver(tiny_model(family).runner, token_budget=budget)
-    assert driver.generate(PROMPTS, num_tokens=NUM_TOKENS) == expected(family)
+    runner = tiny_model(family).runner
+    prompts = [PROMPTS[index] for index in LONGEST_FIRST]
+    sampling = [SamplingParams(max_tokens=1, top_p=0.9, seed=index) for index in LONGEST_FIRST]
+    tight = driver_of(runner, 48, TIGHT_BLOCKS)
+    together = tight.generate(prompts, num_tokens=NUM_TOKENS, sampling=sampling)
+    assert tight.num_preemptions > 0
+    assert together == [
+        EngineDriver(runner).generate([prompt], num_tokens=NUM_TOKENS, sampling=[params])[0]
+        for prompt, params in zip(prompts, sampling, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -112,7 +172,7 @@ def test_b07_lengths_around_block_and_chunk_borders(
 ) -> None:
     prompts = [make_prompt(length, seed=3) for length in B07_LENGTHS]
     for pair in zip(prompts, reversed(prompts), strict=True):
-        outputs = StepDriver(tiny_model(family).runner, token_budget=64).generate(pair, num_tokens=17)
+        outputs = EngineDriver(tiny_model(family).runner, token_budget=64).generate(pair, num_tokens=17)
         for prompt, output in zip(pair, outputs, strict=True):
             assert reference(family).follows_greedily(prompt, output), len(prompt)
 
@@ -126,5 +186,5 @@ def test_b12_two_hundred_tokens_past_the_window_stay_right(
     reference: Callable[[str], Reference],
 ) -> None:
     prompts = [make_prompt(length, seed=4) for length in (25, 31, 32, 33, 50, 75)]
-    outputs = StepDriver(tiny_model(family).runner, token_budget=budget).generate(prompts, num_tokens=200)
+    outputs = EngineDriver(tiny_model(family).runner, token_budget=budget).generate(prompts, num_tokens=200)
     assert all(map(reference(family).follows_greedily, prompts, outputs))

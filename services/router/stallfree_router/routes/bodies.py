@@ -13,7 +13,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from stallfree_shared.errors import InvalidRequestError, PayloadTooLargeError, UnsupportedParameterError
+from stallfree_shared.errors import (
+    InvalidRequestError,
+    PayloadTooLargeError,
+    UnsupportedEncodingError,
+    UnsupportedParameterError,
+)
 from stallfree_shared.openai_api import UNSUPPORTED_ERROR_TYPE, GenerationBody
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -28,12 +33,12 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 
     Raises:
         PayloadTooLargeError: it is larger, by its own word or once that many bytes have come.
-        InvalidRequestError: it is compressed.
+        UnsupportedEncodingError: it is compressed.
         starlette.requests.ClientDisconnect: the client left while sending.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        raise InvalidRequestError("the body must not be compressed", param="Content-Encoding")
+        raise UnsupportedEncodingError("the body must not be compressed", param="Content-Encoding")
     declared = request.headers.get("content-length", "0")
     if declared.isascii() and declared.isdigit() and int(declared[:_MAX_NUMBER_CHARACTERS]) > max_bytes:
         raise _too_large(max_bytes)

@@ -1,5 +1,8 @@
 """What every HTTP request passes first: its ids, its key, its account, and the last handler for what goes wrong.
 
+While this router is leaving, every answer also asks its client to close the connection: a client that keeps one for
+next calls would otherwise find it cut, and perhaps with a call on its way (C20).
+
 A plain ASGI middleware, so that a client's leaving reaches the handlers behind it.
 """
 
@@ -19,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stallfree_router.accounting import Accounting, CallAccount
 from stallfree_router.routes.errors import error_response
+from stallfree_shared.drain import Drain
 from stallfree_shared.errors import AuthenticationError, ServingError
 
 _logger = logging.getLogger(__name__)
@@ -30,9 +34,10 @@ _SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class Front:
-    def __init__(self, app: ASGIApp, *, accounting: Accounting, api_key: SecretStr | None) -> None:
+    def __init__(self, app: ASGIApp, *, accounting: Accounting, drain: Drain, api_key: SecretStr | None) -> None:
         self._app = app
         self._accounting = accounting
+        self._drain = drain
         self._api_key = api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,7 +46,7 @@ class Front:
             return
         call_id = uuid.uuid4().hex
         client_request_id = _client_request_id(scope) or call_id
-        tagged = _Tagged(send, client_request_id)
+        tagged = _Tagged(send, client_request_id, self._drain)
         with self._account(scope, call_id, client_request_id) as account:
             try:
                 self._authenticate(scope)
@@ -88,17 +93,21 @@ class Front:
 
 
 class _Tagged:
-    """`send`, with the request id on the response."""
+    """`send`, with the headers that every response has."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, drain: Drain) -> None:
         self._send = send
         self._request_id = request_id
+        self._drain = drain
         self.is_started = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.is_started = True
-            MutableHeaders(scope=message)[REQUEST_ID_HEADER] = self._request_id
+            headers = MutableHeaders(scope=message)
+            headers[REQUEST_ID_HEADER] = self._request_id
+            if self._drain.is_draining:
+                headers["Connection"] = "close"
         await self._send(message)
 
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stallfree_router.routes.services import Services, services_of
+from stallfree_router.routes.services import READ_METHODS, Services, services_of
 from stallfree_shared.errors import ModelNotFoundError
 from stallfree_shared.openai_api import Model, ModelList
 from stallfree_shared.wire import ModelCard
@@ -14,7 +14,7 @@ from stallfree_shared.wire import ModelCard
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.api_route("/v1/models", methods=READ_METHODS)
 async def list_models(request: Request) -> Response:
     services = services_of(request)
     served = services.served_models
@@ -22,7 +22,7 @@ async def list_models(request: Request) -> Response:
     return _json(ModelList(data=[_model(card, services) for card in cards]))
 
 
-@router.get("/v1/models/{model:path}")
+@router.api_route("/v1/models/{model:path}", methods=READ_METHODS)
 async def get_model(request: Request, model: str) -> Response:
     """`model` may hold slashes."""
     services = services_of(request)

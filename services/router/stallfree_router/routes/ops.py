@@ -7,19 +7,19 @@ from prometheus_client import generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stallfree_router.routes.services import services_of
+from stallfree_router.routes.services import READ_METHODS, services_of
 from stallfree_shared.errors import DrainingError, UnavailableError
 from stallfree_shared.metrics import METRICS_CONTENT_TYPE
 
 router = APIRouter()
 
 
-@router.get("/livez")
+@router.api_route("/livez", methods=READ_METHODS)
 async def is_alive() -> Response:
     return Response("ok\n", media_type="text/plain")
 
 
-@router.get("/readyz")
+@router.api_route("/readyz", methods=READ_METHODS)
 async def is_ready(request: Request) -> Response:
     """200 where a request would find a worker."""
     services = services_of(request)
@@ -30,7 +30,7 @@ async def is_ready(request: Request) -> Response:
     return Response("ready\n", media_type="text/plain")
 
 
-@router.get("/metrics")
+@router.api_route("/metrics", methods=READ_METHODS)
 async def read_metrics(request: Request) -> Response:
     metrics = generate_latest(services_of(request).metrics.registry)
     return Response(metrics, headers={"Content-Type": METRICS_CONTENT_TYPE})

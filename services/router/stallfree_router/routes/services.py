@@ -11,6 +11,9 @@ from stallfree_router.metrics import RouterMetrics
 from stallfree_router.settings import ApiSettings
 from stallfree_shared.drain import Drain
 
+READ_METHODS = ["GET", "HEAD"]
+"""Where one of them is answered, so is the other (RFC 9110, 9.1); the server leaves the body of HEAD out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:

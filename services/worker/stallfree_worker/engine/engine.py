@@ -6,7 +6,6 @@ processes, sockets or tensors. The engine's process calls it, one call at a time
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from typing import NoReturn
@@ -20,8 +19,6 @@ from stallfree_worker.engine.step import EngineStatus, NewRequest, Runner, StepR
 from stallfree_worker.engine.step_time import StepTimeModel
 from stallfree_worker.engine.token_budget import FixedTokenBudget, TokenBudget
 from stallfree_worker.settings import SchedulerSettings
-
-_logger = logging.getLogger(__name__)
 
 _MAX_RETRY_AFTER_SECONDS = 60.0
 
@@ -47,11 +44,6 @@ class Engine:
             max_num_seqs=settings.max_num_seqs,
             eos_token_ids=runner.eos_token_ids,
         )
-        if self.max_model_len < runner.max_model_len:
-            _logger.warning(
-                "the KV cache holds less than the model's context: longer requests are refused",
-                extra={"model_max_len": runner.max_model_len, "max_model_len": self.max_model_len},
-            )
 
     @property
     def max_model_len(self) -> int:
@@ -81,7 +73,12 @@ class Engine:
         return self._scheduler.cancel(request_id)
 
     def step(self) -> StepReport:
-        """Computes one step. What the runner raises is not caught: an engine that cannot compute must not go on."""
+        """Computes one step, or nothing where there is no work. What the runner raises is not caught: an engine that
+        cannot compute must not go on.
+
+        Raises:
+            IntegrityError: there is work, and no token of it can be computed.
+        """
         started_at = self._clock()
         plan = self._scheduler.schedule()
         if plan is None:

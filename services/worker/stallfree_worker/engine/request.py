@@ -31,8 +31,6 @@ class Request:
     """Tokens whose keys and values are in the request's blocks."""
     max_computed_tokens: int = 0
     """The highest that `num_computed_tokens` ever was: what lies below it is computed anew."""
-    num_preemptions: int = 0
-    first_token_at: float | None = None
     last_token_at: float | None = None
     was_preempted_since_last_token: bool = False
     is_cancelled: bool = False
@@ -83,14 +81,11 @@ class Request:
     def restart(self) -> None:
         """Forgets what was computed, and nothing else: output, instants and limits stand."""
         self.num_computed_tokens = 0
-        self.num_preemptions += 1
         self.was_preempted_since_last_token = True
 
     def add_output(self, token_id: int, now: float) -> None:
         self.output_token_ids.append(token_id)
         self.num_tokens += 1
-        if self.first_token_at is None:
-            self.first_token_at = now
         self.last_token_at = now
         self.was_preempted_since_last_token = False
 

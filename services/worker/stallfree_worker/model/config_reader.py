@@ -22,8 +22,11 @@ KEYS_WITHOUT_MEANING = frozenset(
             "architectures",
             "model_type",
             "transformers_version",
+            "transformers.js_config",
             "auto_map",
+            "is_llama_config",
             "unsloth_fixed",
+            "unsloth_version",
         ),
         *(
             "dtype",
@@ -33,14 +36,28 @@ KEYS_WITHOUT_MEANING = frozenset(
             "pad_token_id",
             "unk_token_id",
             "sep_token_id",
+            "decoder_start_token_id",
             "use_cache",
             "cache_implementation",
         ),
-        *("initializer_range", "attention_dropout", "pretraining_tp", "_attn_implementation_autoset"),
+        *("initializer_range", "attention_dropout", "pretraining_tp", "max_sequence_length", "neftune_noise_alpha"),
+        *("_attn_implementation_autoset", "_attn_implementation", "attn_implementation", "_flash_attn_2_enabled"),
         *("output_attentions", "output_hidden_states", "return_dict", "torchscript", "chunk_size_feed_forward"),
         *("id2label", "label2id", "problem_type", "is_encoder_decoder", "is_decoder", "tokenizer_class"),
+        # what transformers 4 wrote into the `text_config` of a multimodal model: defaults of other architectures
+        *("add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "pruned_heads", "prefix"),
+        *("finetuning_task", "task_specific_params", "remove_invalid_values", "use_bfloat16", "tf_legacy_loss"),
+        # and of generation, which generation_config.json has taken over
+        *("do_sample", "temperature", "top_k", "top_p", "typical_p", "max_length", "min_length"),
+        *("num_beams", "num_beam_groups", "diversity_penalty", "early_stopping", "length_penalty"),
+        *("repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
+        *("num_return_sequences", "output_scores", "return_dict_in_generate", "exponential_decay_length_penalty"),
+        *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
     }
 )
+
+_ONLY_VALUES: Mapping[str, object] = {"rope_interleaved": False, "partial_rotary_factor": 1.0}
+"""Keys that some files name with the one value that is computed here; any other value is refused."""
 
 
 class ConfigReader:
@@ -108,7 +125,7 @@ class ConfigReader:
 
     def refuse_unread(self) -> None:
         """Raises `ModelLoadError` with the names of keys that carry a value nobody asked for."""
-        unread = {key for key, value in self._values.items() if value is not None}
+        unread = {key for key, value in self._values.items() if value is not None and _ONLY_VALUES.get(key) != value}
         unknown = sorted(unread - self._read - KEYS_WITHOUT_MEANING)
         if unknown:
             listed = ", ".join(f"{key}={self._values[key]!r}" for key in unknown)

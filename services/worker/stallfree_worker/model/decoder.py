@@ -102,5 +102,8 @@ class _Layer:
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in float32, as every family defines it; the result has the dtype of `x`."""
+    """RMSNorm in float32; the result has the dtype of `x`.
+
+    In bfloat16, Gemma's own code does just that; that of the other families rounds once more, before the weight.
+    """
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)

@@ -9,9 +9,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from stallfree_shared.errors import PayloadTooLargeError, StallfreeError, UnavailableError
+from stallfree_shared.errors import InvalidRequestError, PayloadTooLargeError, StallfreeError, UnavailableError
 from stallfree_shared.wire import (
     FRAMES_PATH,
     MODEL_PATH,
@@ -92,10 +93,13 @@ def _max_body_bytes(engine: EngineProcess) -> int:
 
 async def _read_body(request: Request, *, max_bytes: int) -> bytes:
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise PayloadTooLargeError(f"the body is longer than {max_bytes} bytes")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > max_bytes:
+                raise PayloadTooLargeError(f"the body is longer than {max_bytes} bytes")
+    except ClientDisconnect:
+        raise InvalidRequestError("the router left in the midst of the body") from None
     return bytes(body)
 
 
