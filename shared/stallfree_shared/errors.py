@@ -28,7 +28,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+
+def _is_none(value: object) -> bool:
+    return value is None
 
 
 class ErrorInfo(BaseModel):
@@ -40,6 +44,8 @@ class ErrorInfo(BaseModel):
     type: str
     param: str | None = None
     code: str
+    retry_after_seconds: float | None = Field(None, exclude_if=_is_none)
+    """Also told in the Retry-After header, where there still can be one."""
 
 
 class StallfreeError(Exception):
@@ -61,12 +67,19 @@ class StallfreeError(Exception):
 
     @property
     def info(self) -> ErrorInfo:
-        return ErrorInfo(message=self.message, type=self.type, param=self.param, code=self.code)
+        return ErrorInfo(
+            message=self.message,
+            type=self.type,
+            param=self.param,
+            code=self.code,
+            retry_after_seconds=self.retry_after_seconds,
+        )
 
     @classmethod
     def from_info(cls, info: ErrorInfo) -> StallfreeError:
         """The error that `info` was made from; an unknown code becomes a plain `ServingError`."""
-        return _class_by_code().get(info.code, ServingError)(info.message, param=info.param)
+        error = _class_by_code().get(info.code, ServingError)
+        return error(info.message, param=info.param, retry_after_seconds=info.retry_after_seconds)
 
 
 class InvalidRequestError(StallfreeError):

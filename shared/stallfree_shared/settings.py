@@ -11,12 +11,13 @@ A flag wins over the environment, the environment over the default.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
 
 from stallfree_shared.logging import LogFormat, LogLevel
 
@@ -86,17 +87,27 @@ SettingsT = TypeVar("SettingsT", bound=SettingsGroup)
 def load_settings(group: type[SettingsT], *, program: str, arguments: Sequence[str] | None = None) -> SettingsT:
     """Reads flags and environment. A wrong value ends the process with status 2 and one line a setting, which names
     the flag, the variable, the rule that was broken and the value."""
-    named = type(
-        group.__name__,
-        (group,),
-        {"model_config": SettingsConfigDict(cli_prog_name=program), "__doc__": group.__doc__},
+    parser = argparse.ArgumentParser(prog=program, description=group.__doc__, allow_abbrev=False)
+    flags: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
+        group, root_parser=parser, add_argument_method=_add_flag
     )
     try:
-        return CliApp.run(named, cli_args=list(sys.argv[1:] if arguments is None else arguments))
+        return CliApp.run(
+            group, cli_args=list(sys.argv[1:] if arguments is None else arguments), cli_settings_source=flags
+        )
     except ValidationError as error:
         for line in _explain(error):
             sys.stderr.write(f"{program}: {line}\n")
         raise SystemExit(2) from None
+
+
+def _add_flag(parser: argparse.ArgumentParser, *names: str, **options: Any) -> None:
+    """A flag whose value is named after itself, not after a Python type, and that tells no default of None."""
+    if not str(options.get("metavar", "{")).startswith("{"):
+        options["metavar"] = names[-1].rsplit("-", 1)[-1].upper()
+    if "help" in options:
+        options["help"] = options["help"].removesuffix(" (default: None)")
+    argparse.ArgumentParser.add_argument(parser, *names, **options)
 
 
 def _explain(error: ValidationError) -> list[str]:
@@ -105,5 +116,5 @@ def _explain(error: ValidationError) -> list[str]:
         name = "_".join(str(part) for part in problem["loc"]) or "settings"
         flag, variable = f"--{name.replace('_', '-')}", f"{ENV_PREFIX}{name.upper()}"
         got = "nothing" if problem["type"] == "missing" else repr(problem["input"])
-        lines.append(f"{flag} ({variable}): {problem['msg']}; got {got}")
+        lines.append(f"{flag} ({variable}): {problem['msg'].removeprefix('Value error, ')}; got {got}")
     return lines

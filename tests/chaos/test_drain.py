@@ -91,3 +91,20 @@ async def test_c18_a_worker_that_leaves_ends_its_streams_whole_and_the_other_tak
         assert (trace.error, trace.text) == (None, "meanwhile")
         await wait_idle(cluster)
         assert await _readiness(cluster.router_urls[0]) == 200
+
+
+async def test_c18_a_stream_that_outlasts_the_routers_drain_ends_with_an_error_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SCRIPTED_STEP_SECONDS", "0.2")
+    async with scripted_cluster(num_workers=1, router_args=("--drain-timeout-seconds=0.5",)) as cluster:
+        (router,), (worker,) = cluster.routers, cluster.workers
+        call = stream(cluster, script(TEXT))
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(call.run())
+            await wait_until(lambda: call.num_tokens > 1)
+            cluster.kill(router, signal.SIGTERM)
+            assert await router.wait_ended() == 0
+        assert "error event: worker_lost" in str(running.result().error)
+        assert TEXT.startswith(running.result().text)
+        await wait_until(lambda: _has_empty_cache(worker), what="the worker is idle")

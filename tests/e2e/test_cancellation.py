@@ -49,7 +49,7 @@ async def test_idle_invariant_after_a_load_of_200_requests_50_of_them_cancelled(
         received = samples.total("stallfree_router_requests_total")
         assert NUM_REQUESTS - num_left <= received <= NUM_REQUESTS  # one that left before its body was read is none
         assert samples.total("stallfree_router_requests_total", outcome="stop") == NUM_REQUESTS - num_left
-        assert samples.total("stallfree_router_requests_total", outcome="aborted") == received - NUM_REQUESTS + num_left
+        assert samples.total("stallfree_router_requests_total", outcome="abort") == received - NUM_REQUESTS + num_left
         assert samples.total("stallfree_router_requests_total", outcome="error") == 0
         outcomes = [await scrape(worker.url) for worker in cluster.workers]
         assert sum(page.total("stallfree_worker_requests_total", outcome="stop") for page in outcomes) >= len(

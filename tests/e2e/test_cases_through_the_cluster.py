@@ -127,7 +127,7 @@ async def refusal(client: httpx.AsyncClient, path: str, fields: Fields, *, statu
 async def outcomes(cluster: LocalCluster) -> dict[str, float]:
     """Calls that the router has counted so far."""
     samples = await router_samples(cluster)
-    names = ("stop", "length", "aborted", "error", "rejected")
+    names = ("stop", "length", "abort", "error", "rejected")
     return {name: samples.total("stallfree_router_requests_total", outcome=name) for name in names}
 
 
@@ -308,7 +308,7 @@ async def test_a50_leaving_a_stream_fifty_times_frees_all_within_a_second(
             await connection.close(with_reset=with_reset)
     async with asyncio.timeout(1):
         await wait_idle(cluster)
-    assert new(before, await outcomes(cluster)) == {"aborted": 50}
+    assert new(before, await outcomes(cluster)) == {"abort": 50}
     assert await workers_total(cluster, "requests_total", outcome="abort") == aborted_before + 50
 
 
@@ -320,7 +320,7 @@ async def test_a51_leaving_a_plain_call_frees_all_within_two_seconds(
         await client.post(COMPLETIONS, json=fields_for(COMPLETIONS, "x" * 1000, max_tokens=1000), timeout=0.3)
     async with asyncio.timeout(2):
         await wait_idle(cluster)
-    assert new(before, await outcomes(cluster)) == {"aborted": 1}
+    assert new(before, await outcomes(cluster)) == {"abort": 1}
 
 
 async def test_a53_calls_under_one_request_id_do_not_touch_each_other(
@@ -370,4 +370,4 @@ async def test_d01_the_outcomes_of_all_calls_add_up(cluster: LocalCluster, clien
     await client.post(COMPLETIONS, json=plain | {"model": "nope"})
     await client.post(COMPLETIONS, json=plain | {"prompt": [FAIL_ROW]})
     await wait_idle(cluster)
-    assert new(before, await outcomes(cluster)) == {"aborted": 8, "length": 1, "stop": 1, "rejected": 1, "error": 1}
+    assert new(before, await outcomes(cluster)) == {"abort": 8, "length": 1, "stop": 1, "rejected": 1, "error": 1}

@@ -145,7 +145,7 @@ async def test_d01_calls_that_leave_while_they_wait_or_run_are_counted_as_aborte
     assert [
         after.total("stallfree_router_requests_total", outcome=outcome)
         - before.total("stallfree_router_requests_total", outcome=outcome)
-        for outcome in ("aborted", "stop", "length", "error", "rejected")
+        for outcome in ("abort", "stop", "length", "error", "rejected")
     ] == [7, 0, 0, 0, 0]
 
 

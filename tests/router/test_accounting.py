@@ -103,16 +103,13 @@ def test_d01_every_call_is_counted_once_with_its_outcome() -> None:
     for account in (rejected, failed, left, cut):
         books.accounting.close(account)
     counts = {
-        outcome: books.value("requests_total", outcome=outcome)
-        for outcome in ("length", "rejected", "error", "aborted")
+        outcome: books.value("requests_total", outcome=outcome) for outcome in ("length", "rejected", "error", "abort")
     }
-    assert counts == {"length": 1, "rejected": 1, "error": 1, "aborted": 2}
+    assert counts == {"length": 1, "rejected": 1, "error": 1, "abort": 2}
     assert books.metrics.registry.get_sample_value(f"{_PREFIX}_in_flight_requests") == 0
 
 
-@pytest.mark.parametrize(
-    ("error", "outcome"), [(OverloadedError("full"), "error"), (SlowClientError("slow"), "aborted")]
-)
+@pytest.mark.parametrize(("error", "outcome"), [(OverloadedError("full"), "error"), (SlowClientError("slow"), "abort")])
 def test_what_has_begun_to_be_answered_is_no_refusal_any_more(error: StallfreeError, outcome: str) -> None:
     books = Books()
     books.event(1, received_at=101.0, written_at=101.0)

@@ -112,7 +112,7 @@ async def test_a50_d01_a_client_that_leaves_a_stream_stops_the_work(
         router.generator.release(num_tokens_before)
         await wait_until(lambda: router.generator.num_given == num_tokens_before)
         await connection.close(with_reset=with_reset)
-        await wait_until(lambda: router.outcomes() == {"aborted": 1}, 5.0)
+        await wait_until(lambda: router.outcomes() == {"abort": 1}, 5.0)
         assert router.generator.num_closed_early == 2
         router.assert_idle()
 
@@ -140,7 +140,7 @@ async def test_a51_a_client_that_leaves_a_plain_call_stops_the_work(
         router.generator.release(3)
         await wait_until(lambda: router.generator.num_given == 3)
         await connection.close(with_reset=with_reset)
-        await wait_until(lambda: router.outcomes() == {"aborted": 1}, 5.0)
+        await wait_until(lambda: router.outcomes() == {"abort": 1}, 5.0)
         router.assert_idle()
 
 
@@ -148,7 +148,7 @@ async def test_a51_a_client_that_leaves_while_sending_its_body_is_an_abort(route
     async with RawConnection.open(port) as connection:
         await connection.send(request_bytes("/v1/completions", fields_for("/v1/completions", "x" * 200))[:-5])
         await wait_until(lambda: router.value("stallfree_router_in_flight_requests") == 1)
-    await wait_until(lambda: router.outcomes() == {"aborted": 1}, 5.0)
+    await wait_until(lambda: router.outcomes() == {"abort": 1}, 5.0)
 
 
 async def test_a53_calls_under_one_request_id_do_not_touch_each_other(router: RouterUnderTest, port: int) -> None:
@@ -167,7 +167,7 @@ async def test_a53_calls_under_one_request_id_do_not_touch_each_other(router: Ro
             head, body = await connection.read_response()
             assert b"x-request-id: same" in head.lower()
             assert text_of(body) == text
-    assert router.outcomes() == {"aborted": 1, "stop": 2}
+    assert router.outcomes() == {"abort": 1, "stop": 2}
 
 
 async def test_a53_fifty_clients_at_once_get_their_own_text(router: RouterUnderTest, port: int) -> None:

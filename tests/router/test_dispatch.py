@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from stallfree_router.attempt import MAX_EVENTS_BEHIND
 from stallfree_router.breaker import FIRST_OPEN_SECONDS
-from stallfree_router.worker_answers import MAX_RETRY_AFTER_SECONDS
+from stallfree_router.workers import MAX_RETRY_AFTER_SECONDS
 from stallfree_shared.errors import (
     ContextLengthExceededError,
     InvalidRequestError,

@@ -17,10 +17,11 @@ def test_every_error_has_a_code_of_its_own() -> None:
 
 @pytest.mark.parametrize("error", ALL)
 def test_an_error_survives_the_wire(error: type[StallfreeError]) -> None:
-    sent = error("too much: 5 of 3", param="max_tokens")
+    sent = error("too much: 5 of 3", param="max_tokens", retry_after_seconds=2.5)
     received = StallfreeError.from_info(ErrorInfo.model_validate_json(sent.info.model_dump_json()))
     assert type(received) is error
     assert (received.message, received.param) == ("too much: 5 of 3", "max_tokens")
+    assert received.retry_after_seconds == 2.5
     assert received.http_status == error.http_status
 
 

@@ -107,13 +107,13 @@ class CallAccount:
 
     def aborted(self) -> None:
         """The client has left."""
-        self.outcome = "aborted"
+        self.outcome = "abort"
 
     def failed(self, error: Exception) -> None:
         """The call ends by this error. What has begun to be answered can be refused no more."""
         is_refusal = isinstance(error, InvalidRequestError | OverloadedError | UnavailableError)
         if isinstance(error, SlowClientError):
-            self.outcome = "aborted"
+            self.outcome = "abort"
         else:
             self.outcome = "rejected" if is_refusal and self.completion_tokens == 0 else "error"
         self.error_code = error.code if isinstance(error, StallfreeError) else "internal_error"
@@ -134,7 +134,7 @@ class Accounting:
 
     def close(self, account: CallAccount) -> None:
         """Counts the call. One that ended without a word was cut off by our own end."""
-        outcome = account.outcome or "aborted"
+        outcome = account.outcome or "abort"
         seconds = self._clock() - account.arrived_at
         self._metrics.in_flight_requests.dec()
         self._metrics.requests.labels(account.model, DEFAULT_TENANT, outcome).inc()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
 import time
-from asyncio import CancelledError, TaskGroup
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
 from fastapi import FastAPI
@@ -56,7 +56,7 @@ def create_app(settings: RouterSettings, *, drain: Drain, give_up: Callable[[], 
         tokenizers=tokenizers,
         served_models=workers,
         generator=dispatcher,
-        background=(_guarded(workers.run, give_up), _guarded(records.run, give_up)),
+        background=(_guarded(_until(drain.left, workers.run), give_up), _guarded(records.run, give_up)),
     )
 
 
@@ -112,6 +112,24 @@ def assemble(
     return app
 
 
+def _until(left: asyncio.Event, job: Job) -> Job:
+    """Ends the job when the time to leave is over: what still streams then ends with an error event, not in silence."""
+
+    async def run() -> None:
+        tasks = [asyncio.ensure_future(job()), asyncio.ensure_future(left.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    return run
+
+
 def _guarded(job: Job, give_up: Callable[[], None]) -> Job:
     """The router never lives on half: a job that fails takes it along."""
 
@@ -128,12 +146,12 @@ def _guarded(job: Job, give_up: Callable[[], None]) -> Job:
 @contextlib.asynccontextmanager
 async def _running(*jobs: Job) -> AsyncIterator[None]:
     """Runs `jobs` while the block runs, then cancels them one after another."""
-    async with TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(job()) for job in jobs]
         try:
             yield
         finally:
             for task in tasks:
                 task.cancel()
-                with contextlib.suppress(CancelledError):
+                with contextlib.suppress(asyncio.CancelledError):
                     await task

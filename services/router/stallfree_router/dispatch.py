@@ -19,13 +19,7 @@ from stallfree_router.predictor import Predictor
 from stallfree_router.records import LiveRecord, RequestRecords
 from stallfree_router.settings import DispatchSettings
 from stallfree_router.workers import Reservation, Workers
-from stallfree_shared.errors import (
-    InvalidRequestError,
-    StallfreeError,
-    StepFailedError,
-    WorkerLostError,
-    WorkerTimeoutError,
-)
+from stallfree_shared.errors import StallfreeError, WorkerLostError, WorkerTimeoutError
 from stallfree_shared.wire import FinishReason, TokenEvent, Usage
 
 MAX_WORKERS_LOST = 2
@@ -204,7 +198,7 @@ class Dispatcher:
             and life.num_output_tokens == 0
             and life.attempt < self._settings.max_attempts
             and life.num_workers_lost < MAX_WORKERS_LOST
-            and not isinstance(error, InvalidRequestError | StepFailedError)
+            and error.is_retryable
         )
 
     def _learn(self, life: _Life) -> None:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from stallfree_shared import metrics as shared
 
-Outcome = Literal["stop", "length", "aborted", "error", "rejected"]
+Outcome = Literal["stop", "length", "abort", "error", "rejected"]
 StallCause = Literal["worker", "router"]
 
 

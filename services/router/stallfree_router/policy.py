@@ -78,8 +78,7 @@ def refusal(views: Sequence[WorkerView], demand: Demand, *, retry_after_seconds:
         limit = max(view.max_model_len for view in known)
         return ContextLengthExceededError(
             f"This model's maximum context length is {limit} tokens; the prompt has {demand.prompt_tokens} tokens and "
-            f"max_tokens is {demand.max_tokens}, together {demand.prompt_tokens + demand.max_tokens}.",
-            param="messages",
+            f"max_tokens is {demand.max_tokens}, together {demand.prompt_tokens + demand.max_tokens}."
         )
     if fitting and all(view.is_full for view in fitting):
         return OverloadedError("every worker of this model is full", retry_after_seconds=retry_after_seconds)

@@ -22,8 +22,6 @@ from stallfree_shared.errors import (
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 DEFAULT_RETRY_AFTER_SECONDS = 1.0
-MAX_RETRY_AFTER_SECONDS = 30.0
-"""However long a worker or a proxy asks for, it is looked at again after this (C11)."""
 
 _MessageT = TypeVar("_MessageT", bound=BaseModel)
 
@@ -39,14 +37,14 @@ def read_json(response: httpx.Response, message: type[_MessageT]) -> _MessageT:
     try:
         return message.model_validate_json(response.content)
     except ValidationError as error:
-        raise WorkerLostError(f"the worker answered with something that is no {message.__name__}") from error
+        raise WorkerLostError("the worker answered with something that is not of the wire") from error
 
 
 def failure_of(error: Exception, doing: str) -> StallfreeError:
     """What a failure below HTTP means."""
     if isinstance(error, TimeoutError | httpx.TimeoutException):
         return WorkerTimeoutError(f"the worker was silent while {doing}")
-    return WorkerLostError(f"the worker was lost while {doing}: {type(error).__name__}")
+    return WorkerLostError(f"the worker was lost while {doing}")
 
 
 async def read_lines(response: httpx.Response) -> AsyncIterator[bytes]:
@@ -85,5 +83,5 @@ def _error_of(response: httpx.Response) -> StallfreeError:
 
 def _retry_after_seconds(response: httpx.Response) -> float:
     with contextlib.suppress(KeyError, ValueError):
-        return min(MAX_RETRY_AFTER_SECONDS, max(0.0, float(response.headers["retry-after"])))
+        return max(0.0, float(response.headers["retry-after"]))
     return DEFAULT_RETRY_AFTER_SECONDS

@@ -37,6 +37,8 @@ from stallfree_shared.wire import ModelCard, SubmitAccepted
 from stallfree_shared.worker_status import WorkerStatus
 
 MIN_RETRY_AFTER_SECONDS = 1.0
+MAX_RETRY_AFTER_SECONDS = 30.0
+"""However long a worker or a proxy asks for, it is looked at again after this (C11)."""
 
 _logger = logging.getLogger(__name__)
 
@@ -120,6 +122,7 @@ class Workers:
         self._worker_by_url: dict[str, _Worker] = {}
         self._changed = asyncio.Event()
         self._models_shown: set[str] = set()
+        self._has_ended = False
 
     async def run(self) -> None:
         """Follows discovery and keeps a connection to each worker; ends by cancellation, with nothing left running."""
@@ -128,6 +131,7 @@ class Workers:
                 async for urls in watch:
                     self._set_urls(urls, tasks)
         finally:
+            self._has_ended = True
             self._worker_by_url.clear()
             self._tell_change()
 
@@ -155,7 +159,7 @@ class Workers:
         Raises:
             ContextLengthExceededError: no worker of the model takes so many tokens.
             OverloadedError: all of them are full.
-            UnavailableError: none was usable for `no_worker_timeout_seconds`.
+            UnavailableError: none was usable for `no_worker_timeout_seconds`, or `run` has ended.
         """
         reservation = await self._reserve(demand, tried)
         try:
@@ -229,7 +233,7 @@ class Workers:
 
     async def _reserve(self, demand: Demand, tried: AbstractSet[str]) -> Reservation:
         deadline = time.monotonic() + self._settings.no_worker_timeout_seconds
-        while True:
+        while not self._has_ended:
             changed = self._changed
             now = time.monotonic()
             views = self.views()
@@ -249,6 +253,7 @@ class Workers:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(deadline - now, wait_seconds or deadline - now)):
                     await changed.wait()
+        raise DrainingError("this router is leaving", retry_after_seconds=MIN_RETRY_AFTER_SECONDS)
 
     def _hold(self, url: str, demand: Demand) -> Reservation:
         worker = self._worker_by_url[url]
@@ -281,7 +286,8 @@ class Workers:
             return
         now = time.monotonic()
         if isinstance(error, OverloadedError):
-            breaker = worker.breaker.after_full(now, error.retry_after_seconds or MIN_RETRY_AFTER_SECONDS)
+            wait_seconds = min(error.retry_after_seconds or MIN_RETRY_AFTER_SECONDS, MAX_RETRY_AFTER_SECONDS)
+            breaker = worker.breaker.after_full(now, wait_seconds)
         elif isinstance(error, InvalidRequestError | StepFailedError):
             breaker = worker.breaker.after_success()
         else:

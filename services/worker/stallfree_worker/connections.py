@@ -170,10 +170,10 @@ class Connections:
         is_news = is_news or len(self._requests) < num_before
         self._publish(events, with_status=is_news or self._is_status_due(_BUSY_STATUS_INTERVAL_SECONDS))
 
-    def engine_lost(self, reason: str) -> None:
+    def engine_lost(self) -> None:
         """Ends every request with an error that another worker may do better on."""
         self._book.engine_lost()
-        self._fail_all(WorkerLostError(f"the engine of this worker is lost: {reason}"))
+        self._fail_all(WorkerLostError("the engine of this worker is lost"))
 
     def engine_restarting(self) -> None:
         self._metrics.engine_restarts.inc()

@@ -45,7 +45,7 @@ class EngineListener(Protocol):
 
     def engine_reported(self, report: EngineReport) -> None: ...
 
-    def engine_lost(self, reason: str) -> None: ...
+    def engine_lost(self) -> None: ...
 
     def engine_restarting(self) -> None: ...
 
@@ -61,9 +61,7 @@ class EngineProcess:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        # `load_settings` makes a class of its own, which another process cannot import
-        plain_settings = WorkerSettings.model_construct(**dict(settings))
-        self._setup = EngineSetup(settings=plain_settings, load_model=load_model)
+        self._setup = EngineSetup(settings=settings, load_model=load_model)
         self._clock = clock
         self._pipe: EnginePipe | None = None
         self._ready: EngineReady | None = None
@@ -74,7 +72,7 @@ class EngineProcess:
         self._restarted_at: deque[float] = deque()
         self._was_ever_ready = False
         self.state = "the model is loading"
-        """What a human should know where `is_ready` is false."""
+        """What routers and probes are told where `is_ready` is false; the reason of a failure is in the log only."""
 
     @property
     def is_ready(self) -> bool:
@@ -108,10 +106,10 @@ class EngineProcess:
                 return None
             _logger.error("engine lost", extra={"reason": reason})
             if not self._was_ever_ready or not self._may_restart():
-                self.state = f"the engine is given up: {reason}"
+                self.state = "the engine is given up"
                 _logger.critical("engine given up", extra={"reason": reason, "restarts": len(self._restarted_at)})
                 return reason
-            self.state = f"the engine is being restarted: {reason}"
+            self.state = "the engine is being restarted"
             await self._pause()
             if not self._stopping.is_set():
                 listener.engine_restarting()
@@ -189,10 +187,10 @@ class EngineProcess:
         """Takes note of the engine's end, once, and lets the listener fail its requests without delay."""
         self._failure = failure
         self._ready = None
-        self.state = f"the engine is lost: {failure or 'its process ended'}"
+        self.state = "the engine is lost"
         self._lost.set()
         if not self._stopping.is_set():
-            listener.engine_lost(failure or "the engine process ended")
+            listener.engine_lost()
 
     def _may_restart(self) -> bool:
         now = self._clock()

@@ -39,10 +39,12 @@ class TokenizerRegistry:
         Raises:
             ValueError: what was fetched is not the tokenizer that the card names.
         """
+        if card.tokenizer_sha256 in self._tokenizer_by_sha256:
+            return
+        tokenizer_json = await fetch_tokenizer()  # outside the lock: a frozen worker must not hold up the others
         async with self._loading:
             if card.tokenizer_sha256 in self._tokenizer_by_sha256:
                 return
-            tokenizer_json = await fetch_tokenizer()
             tokenizer = await self.run(_load, tokenizer_json, card.tokenizer_sha256)
             self._tokenizer_by_sha256[card.tokenizer_sha256] = tokenizer
             if len(self._tokenizer_by_sha256) > self._max_tokenizers:
