@@ -41,8 +41,25 @@ async def test_workers_of_one_model_share_one_tokenizer(registry: TokenizerRegis
     source = Source()
     card = scripted_card()
     await asyncio.gather(*(registry.add_model(card, source.fetch) for _ in range(5)))
-    assert source.num_fetches == 1
+    num_fetches = source.num_fetches
+    loaded = registry.tokenizer(card)
+    await registry.add_model(card, source.fetch)
+    assert source.num_fetches == num_fetches
+    assert registry.tokenizer(card) is loaded
     assert registry.tokenizer(card).encode("ABCDEF", add_special_tokens=True) != ()
+
+
+async def test_a_worker_that_never_sends_its_tokenizer_holds_up_no_other(registry: TokenizerRegistry) -> None:
+    async def freeze() -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    frozen = asyncio.ensure_future(registry.add_model(scripted_card(), freeze))
+    async with asyncio.timeout(5):
+        await registry.add_model(scripted_card(), Source().fetch)
+    assert not frozen.done()
+    frozen.cancel()
+    await asyncio.gather(frozen, return_exceptions=True)
 
 
 async def test_a_tokenizer_that_is_not_the_cards_is_refused(registry: TokenizerRegistry) -> None:

@@ -58,5 +58,6 @@ def test_settings_cannot_be_changed() -> None:
 @pytest.mark.parametrize("module", ["stallfree_router.main", "stallfree_worker.main"])
 def test_help_tells_every_setting_of_a_service(module: str) -> None:
     result = subprocess.run([sys.executable, "-m", module, "--help"], check=True, capture_output=True, text=True)
-    assert "--port int" in result.stdout
+    assert "--port PORT" in result.stdout
+    assert "default: None" not in result.stdout
     assert "(default: " in result.stdout
