@@ -45,7 +45,7 @@ class ErrorInfo(BaseModel):
     param: str | None = None
     code: str
     retry_after_seconds: float | None = Field(None, exclude_if=_is_none)
-    """Also told in the Retry-After header, where there still can be one."""
+    """From a worker to a router; clients are told in the Retry-After header."""
 
 
 class StallfreeError(Exception):

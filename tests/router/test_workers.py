@@ -17,7 +17,7 @@ from stallfree_router.metrics import RouterMetrics
 from stallfree_router.policy import Demand
 from stallfree_router.worker_connection import KEEPALIVE_SECONDS, FetchTokenizer
 from stallfree_router.workers import Workers
-from stallfree_shared.errors import StallfreeError, UnavailableError, WorkerLostError, WorkerTimeoutError
+from stallfree_shared.errors import DrainingError, StallfreeError, UnavailableError, WorkerLostError, WorkerTimeoutError
 from stallfree_shared.wire import ModelCard, SubmitAccepted
 from tests.router.fake_worker import FIRST_TOKEN_ID, MODEL, FakeWorker
 from tests.router.routing import SETTINGS, ListDiscovery, collect, generation, routing
@@ -292,7 +292,7 @@ async def test_the_router_ends_even_where_a_worker_is_lost_at_the_same_moment(nu
                 await asyncio.sleep(0)
         worker.takes_submits.set()
         outcomes = await asyncio.gather(*streams, return_exceptions=True)
-        assert {type(outcome) for outcome in outcomes} <= {WorkerLostError, UnavailableError}
+        assert {type(outcome) for outcome in outcomes} <= {WorkerLostError, UnavailableError, DrainingError}
 
 
 async def test_of_cards_that_differ_the_one_for_the_longest_prompts_is_told() -> None:

@@ -38,6 +38,7 @@ async def scripted_cluster(
         start_timeout_seconds=60.0,
     )
     async with LocalCluster(settings) as cluster:
+        await wait_usable(cluster)
         yield cluster
 
 
@@ -69,6 +70,16 @@ def stream(
     return CompletionStream(server(cluster), request, on_token=on_token)
 
 
+async def wait_usable(cluster: LocalCluster) -> None:
+    """Every router uses every worker: it is ready with the first one."""
+    for url in cluster.router_urls:
+        await wait_until(partial(_uses_workers, url, len(cluster.workers)), what=f"{url} uses every worker")
+
+
+async def _uses_workers(url: str, count: int) -> bool:
+    return (await scrape(url)).total("stallfree_router_usable_workers") == count
+
+
 async def wait_idle(cluster: LocalCluster) -> None:
     """The idle invariant: nothing runs or waits, all blocks are free, on every part that runs."""
     for worker in cluster.workers:
@@ -94,4 +105,4 @@ async def _is_router_idle(url: str) -> bool:
     return (await scrape(url)).total("stallfree_router_in_flight_requests") == 0
 
 
-__all__ = ["SCRIPTED", "router_samples", "script", "scripted_cluster", "server", "stream", "wait_idle"]
+__all__ = ["SCRIPTED", "router_samples", "script", "scripted_cluster", "server", "stream", "wait_idle", "wait_usable"]

@@ -28,7 +28,7 @@ from stallfree_router.attempt import Attempt, AttemptKey
 from stallfree_router.messages import Generation
 from stallfree_router.settings import DispatchSettings
 from stallfree_router.worker_answers import failure_of, read_json, read_lines
-from stallfree_shared.errors import ServingError, StallfreeError, WorkerLostError, WorkerTimeoutError
+from stallfree_shared.errors import ServingError, StallfreeError, UnavailableError, WorkerLostError, WorkerTimeoutError
 from stallfree_shared.wire import (
     FRAMES_PATH,
     MODEL_PATH,
@@ -42,7 +42,7 @@ from stallfree_shared.wire import (
 )
 from stallfree_shared.worker_status import WorkerStatus
 
-FIRST_BACKOFF_SECONDS = 0.1
+FIRST_BACKOFF_SECONDS = 0.2
 MAX_BACKOFF_SECONDS = 2.0
 MAX_CONNECTIONS = 16
 """Sockets to one worker: one for the frames of all requests, the others for submits and cancels, which are short. The
@@ -139,6 +139,8 @@ class WorkerConnection:
                 fields = {"worker": self.url, "reason": error.message}
                 _logger.warning("worker lost" if was_connected else "worker unreachable", extra=fields)
                 backoff_seconds, was_reported = FIRST_BACKOFF_SECONDS, True
+            if isinstance(error, UnavailableError):
+                backoff_seconds = FIRST_BACKOFF_SECONDS  # it is there and loads: it shall be used as soon as it can be
             await asyncio.sleep(backoff_seconds * random.uniform(0.5, 1.0))
             backoff_seconds = min(MAX_BACKOFF_SECONDS, 2 * backoff_seconds)
 

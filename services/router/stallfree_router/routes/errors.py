@@ -33,7 +33,8 @@ def error_response(error: StallfreeError, *, headers: Mapping[str, str] | None =
 
 
 def error_json(error: StallfreeError) -> str:
-    return ErrorBody(error=error.info).model_dump_json()
+    # OpenAI's shape has no time to come back: clients are told in the header.
+    return ErrorBody(error=error.info.model_copy(update={"retry_after_seconds": None})).model_dump_json()
 
 
 def add_error_handlers(app: FastAPI) -> None:
