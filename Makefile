@@ -7,12 +7,10 @@
 #   make check    formatting, lint, types, import contracts
 #
 # MODEL=…         any Hugging Face id, folder or GGUF file; by default the demo model that a package brings along
-# TOKEN_BUDGET=…  most tokens that a worker computes in one step; the default is for CPUs
 # PIP_ARGS=…      more arguments for pip, such as an index of CPU builds of torch
 
 PYTHON ?= python3
 MODEL ?= demo:gemma3-270m
-TOKEN_BUDGET ?= 48
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 
@@ -33,10 +31,10 @@ $(SETUP): $(MANIFESTS)
 	touch $@ && echo "setup took $$(( $$(date +%s) - start )) s"
 
 demo: $(SETUP)
-	$(BIN)/stallfree-loadtest demo --model '$(MODEL)' --token-budget $(TOKEN_BUDGET)
+	$(BIN)/stallfree-loadtest demo --model '$(MODEL)'
 
 up: $(SETUP)
-	$(BIN)/stallfree-local --model '$(MODEL)' --dtype bfloat16 --worker-arg=--token-budget=$(TOKEN_BUDGET)
+	$(BIN)/stallfree-local --model '$(MODEL)' --dtype bfloat16
 
 test: $(SETUP)
 	@start=$$(date +%s); $(BIN)/python -m pytest $(PYTEST_ARGS); status=$$?; \

@@ -230,10 +230,9 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--token-budget",
-        type=count(least=1),
-        default=48,
-        metavar="N",
-        help="most tokens that a worker computes in one step",
+        default="auto",
+        metavar="BUDGET",
+        help="most tokens that a worker computes in one step: a number, by-position, or auto (by TBT target)",
     )
     add(
         "--seconds-before",

@@ -15,6 +15,7 @@ STATUS = EngineStatus(
     requests_waiting=2,
     num_blocks=10,
     num_free_blocks=4,
+    token_budget_tokens=512,
     prefill_tokens_left=5,
     expected_output_tokens_left=6,
     step_time=StepTimeCoefficients(base_seconds=0.01, seconds_per_token=0.001),

@@ -16,6 +16,7 @@ def _engine_status(*, requests_running: int = 0) -> EngineStatus:
         requests_waiting=0,
         num_blocks=10,
         num_free_blocks=4,
+        token_budget_tokens=512,
         prefill_tokens_left=0,
         expected_output_tokens_left=0,
         step_time=StepTimeCoefficients(base_seconds=0.01, seconds_per_token=0.001),

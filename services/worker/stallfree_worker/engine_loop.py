@@ -122,9 +122,10 @@ def _serve(setup: EngineSetup, commands: queue.Queue[Command], reports: Connecti
     settings: WorkerSettings = setup.settings
     started_at = time.monotonic()
     loaded = setup.load_model(settings)
-    calibrate(Engine(settings, loaded.runner, time.monotonic), chunk_tokens=settings.token_budget)  # cold: not learned
+    # the first steps of a model are slow: not learned from
+    calibrate(Engine(settings, loaded.runner, time.monotonic), max_chunk_tokens=1)
     engine = Engine(settings, loaded.runner, time.monotonic)
-    calibrate(engine, chunk_tokens=settings.token_budget)
+    calibrate(engine, max_chunk_tokens=settings.max_step_tokens)
     ready = _ready(loaded, engine)
     gc.collect()
     gc.freeze()  # what the model is made of lives as long as the process: the collector need not walk it between steps

@@ -86,7 +86,9 @@ class WorkerMetrics:
         self.requests_running = self._gauge("requests_running", "Requests that hold KV blocks.")
         self.requests_waiting = self._gauge("requests_waiting", "Requests that wait for their first or next step.")
         self.kv_cache_usage = self._gauge("kv_cache_usage_ratio", "Share of the KV blocks that is in use, 0 to 1.")
-        self.token_budget = self._gauge("token_budget_tokens", "Most tokens that one step may compute.")
+        self.token_budget = self._gauge(
+            "token_budget_tokens", "Tokens that a step holds now where prefills are waiting."
+        )
         self.predicted_load = self._gauge(
             "predicted_load_seconds", "Expected seconds of work still owed: prefill left and expected output left."
         )

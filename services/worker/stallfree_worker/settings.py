@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field
 
@@ -12,6 +12,7 @@ from stallfree_shared.settings import DrainSettings, ServerSettings, SettingsGro
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 AttentionBackend = Literal["reference"]
+BatchingName = Literal["sarathi", "orca", "vllm", "faster_transformer", "chunked_only"]
 
 
 class ModelSettings(SettingsGroup):
@@ -64,8 +65,24 @@ class SchedulerSettings(SettingsGroup):
     """What one step may hold, and what may wait."""
 
     max_num_seqs: int = Field(128, ge=1, description="Most requests that run at once.")
-    token_budget: int = Field(
-        512, ge=1, description="Most tokens that one step computes: all running decodes, then prefill chunks."
+    batching: BatchingName = Field(
+        "sarathi",
+        description="Rule by which requests join a step. All but sarathi are baselines to measure against.",
+    )
+    token_budget: Literal["auto", "by-position"] | Annotated[int, Field(ge=1)] = Field(
+        "auto",
+        description="Most tokens that one step computes, all running decodes first, then prefill chunks: a number; "
+        "by-position, large chunks first that shrink along the prompt; or auto, as many as keep the predicted step "
+        "within the tightest TBT target of the running requests.",
+    )
+    max_num_batched_tokens: int = Field(
+        2048, ge=16, description="Most tokens that a step of auto or by-position ever computes; memory is sized for it."
+    )
+    max_step_seconds: float = Field(
+        0.5,
+        gt=0,
+        description="Most seconds that auto lets a step take, by its prediction, while nothing decodes, so that a new "
+        "short prompt and a cancel need not wait behind one giant step.",
     )
     tbt_target_seconds: float = Field(
         0.2,
@@ -76,6 +93,11 @@ class SchedulerSettings(SettingsGroup):
     max_waiting_tokens: int = Field(
         1_000_000, ge=1, description="Most prompt tokens that wait; more are refused (429)."
     )
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Most prefill tokens of one step, whatever chooses them."""
+        return self.token_budget if isinstance(self.token_budget, int) else self.max_num_batched_tokens
 
 
 class EngineProcessSettings(SettingsGroup):

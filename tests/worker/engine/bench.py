@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from stallfree_shared.wire import FinishReason, RequestId, SamplingParams
 from stallfree_worker.engine.engine import Engine
 from stallfree_worker.engine.step import EngineEvent, NewRequest, StepReport
-from stallfree_worker.engine.token_budget import TokenBudget
-from stallfree_worker.settings import SchedulerSettings
+from stallfree_worker.engine.step_time import StepShape
+from stallfree_worker.engine.token_budget import StepBudget, TokenBudget
+from stallfree_worker.settings import BatchingName, SchedulerSettings
 from tests.worker.engine.checked_runner import CheckedRunner, VirtualClock, reference_output
 
 UNLIMITED_BLOCKS = 4096
@@ -24,8 +25,15 @@ class MovingBudget:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
 
-    def tokens_left(self, num_planned_tokens: int) -> int:
-        return max(0, self.max_tokens - num_planned_tokens)
+    @property
+    def typical_tokens(self) -> int:
+        return self.max_tokens
+
+    def for_step(self, *, token_deadlines: Sequence[float], now: float) -> StepBudget:
+        return self
+
+    def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int) -> int:
+        return max(0, min(most, self.max_tokens - shape.num_tokens))
 
 
 class Bench:
@@ -40,6 +48,7 @@ class Bench:
         max_waiting_requests: int = 1024,
         max_waiting_tokens: int = 1_000_000,
         budget: TokenBudget | None = None,
+        batching: BatchingName = "sarathi",
     ) -> None:
         self.clock = VirtualClock()
         self.runner = CheckedRunner(
@@ -50,6 +59,7 @@ class Bench:
         )
         self.settings = SchedulerSettings(
             max_num_seqs=max_num_seqs,
+            batching=batching,
             token_budget=token_budget,
             max_waiting_requests=max_waiting_requests,
             max_waiting_tokens=max_waiting_tokens,

@@ -33,8 +33,8 @@ class _BrokenRunner(ScriptedRunner):
 @pytest.mark.parametrize(("num_blocks", "chunk_tokens"), list(itertools.product((1, 2, 100), (1, 16, 512))))
 def test_calibration_fits_any_cache_and_leaves_nothing(num_blocks: int, chunk_tokens: int) -> None:
     runner = ScriptedRunner(num_blocks=num_blocks)
-    engine = Engine(SchedulerSettings(token_budget=chunk_tokens), runner, lambda: 0.0)
-    calibrate(engine, chunk_tokens=chunk_tokens)
+    engine = Engine(SchedulerSettings(), runner, lambda: 0.0)
+    calibrate(engine, max_chunk_tokens=chunk_tokens)
     assert not engine.has_work
     assert engine.status().num_free_blocks == num_blocks
     engine.check_integrity()
@@ -42,8 +42,8 @@ def test_calibration_fits_any_cache_and_leaves_nothing(num_blocks: int, chunk_to
 
 def test_step_times_are_known_after_calibration() -> None:
     runner = _TimedRunner(num_blocks=100)
-    engine = Engine(SchedulerSettings(token_budget=256), runner, lambda: runner.now)
-    calibrate(engine, chunk_tokens=256)
+    engine = Engine(SchedulerSettings(), runner, lambda: runner.now)
+    calibrate(engine, max_chunk_tokens=256)
     step_time = engine.status().step_time
     assert step_time.base_seconds == pytest.approx(BASE_SECONDS, rel=0.05)
     assert step_time.seconds_per_token == pytest.approx(SECONDS_PER_TOKEN, rel=0.05)
@@ -52,4 +52,4 @@ def test_step_times_are_known_after_calibration() -> None:
 def test_a_model_that_cannot_compute_is_found_before_it_serves() -> None:
     engine = Engine(SchedulerSettings(), _BrokenRunner(num_blocks=10), lambda: 0.0)
     with pytest.raises(RuntimeError, match="cannot compute one token"):
-        calibrate(engine, chunk_tokens=16)
+        calibrate(engine, max_chunk_tokens=16)

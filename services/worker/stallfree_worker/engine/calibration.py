@@ -7,18 +7,26 @@ from stallfree_shared.wire import RequestId, SamplingParams
 from stallfree_worker.engine.engine import Engine
 from stallfree_worker.engine.step import NewRequest
 
-NUM_DECODES = 8
+CHUNK_TOKENS = (16, 64, 256, 512)
+"""Sizes that tell where a token is nearly free, where it is not, and how attention grows between them."""
+NUM_DECODES = 4
 _REQUEST_ID = RequestId("calibration")
 
 
-def calibrate(engine: Engine, *, chunk_tokens: int) -> None:
-    """Computes one prefill chunk of up to `chunk_tokens` tokens and a few decodes, on the path that requests take.
+def calibrate(engine: Engine, *, max_chunk_tokens: int) -> None:
+    """Computes prefill chunks of growing size, up to `max_chunk_tokens` tokens, each followed by a few decodes, on the
+    path that requests take.
 
     Raises:
         RuntimeError: the model cannot compute them.
     """
     num_outputs = min(NUM_DECODES, max(1, engine.max_model_len - 1))
-    num_prompt_tokens = max(1, min(chunk_tokens, engine.max_model_len - num_outputs))
+    longest = max(1, min(max_chunk_tokens, engine.max_model_len - num_outputs))
+    for num_tokens in sorted({min(size, longest) for size in CHUNK_TOKENS}):
+        _serve(engine, num_prompt_tokens=num_tokens, num_outputs=num_outputs)
+
+
+def _serve(engine: Engine, *, num_prompt_tokens: int, num_outputs: int) -> None:
     engine.submit(
         NewRequest(
             request_id=_REQUEST_ID,

@@ -12,12 +12,13 @@ from typing import NoReturn
 
 from stallfree_shared.errors import ContextLengthExceededError, InvalidRequestError, OverloadedError
 from stallfree_shared.wire import RequestId
-from stallfree_worker.engine.batching.sarathi import SarathiRule
+from stallfree_worker.engine.batching import RULES
+from stallfree_worker.engine.batching.batch import BatchLimits
 from stallfree_worker.engine.block_manager import BlockManager
 from stallfree_worker.engine.scheduler import Scheduler
 from stallfree_worker.engine.step import EngineStatus, NewRequest, Runner, StepReport
-from stallfree_worker.engine.step_time import StepTimeModel
-from stallfree_worker.engine.token_budget import FixedTokenBudget, TokenBudget
+from stallfree_worker.engine.step_time import StepShape, StepTimeModel
+from stallfree_worker.engine.token_budget import TokenBudget, make_token_budget
 from stallfree_worker.settings import SchedulerSettings
 
 _MAX_RETRY_AFTER_SECONDS = 60.0
@@ -32,16 +33,17 @@ class Engine:
         *,
         budget: TokenBudget | None = None,
     ) -> None:
-        """`clock` gives monotonic seconds. `budget` is by default the fixed one of the settings."""
+        """`clock` gives monotonic seconds. `budget` is by default that of the settings."""
         self._settings = settings
         self._runner = runner
         self._clock = clock
         self._step_time = StepTimeModel()
+        self._budget = budget or make_token_budget(settings, self._step_time)
         self._scheduler = Scheduler(
-            rule=SarathiRule(),
-            budget=budget or FixedTokenBudget(settings.token_budget),
+            rule=RULES[settings.batching](),
+            budget=self._budget,
             blocks=BlockManager(num_blocks=runner.num_blocks, block_size=runner.block_size),
-            max_num_seqs=settings.max_num_seqs,
+            limits=BatchLimits(max_num_seqs=settings.max_num_seqs, max_model_len=self.max_model_len),
             eos_token_ids=runner.eos_token_ids,
         )
 
@@ -80,13 +82,13 @@ class Engine:
             IntegrityError: there is work, and no token of it can be computed.
         """
         started_at = self._clock()
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(started_at)
         if plan is None:
             return StepReport(events=(), status=self.status())
         result = self._runner.execute(plan)
         ended_at = self._clock()
         events = self._scheduler.apply(result, ended_at)
-        self._step_time.observe(plan.num_tokens, ended_at - started_at)
+        self._step_time.observe(plan.shape, ended_at - started_at)
         return StepReport(
             events=events,
             status=self.status(),
@@ -104,9 +106,10 @@ class Engine:
             requests_waiting=scheduler.num_waiting,
             num_blocks=self._runner.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
+            token_budget_tokens=self._budget.typical_tokens,
             prefill_tokens_left=scheduler.num_prefill_tokens_left,
             expected_output_tokens_left=scheduler.num_expected_output_tokens_left,
-            step_time=self._step_time.coefficients,
+            step_time=self._step_time.summary,
             step_time_error_ratio=self._step_time.error_ratio,
         )
 
@@ -148,6 +151,7 @@ class Engine:
         raise OverloadedError(message, retry_after_seconds=self._seconds_to_prefill_waiting())
 
     def _seconds_to_prefill_waiting(self) -> float:
-        num_steps = math.ceil(self._scheduler.num_waiting_tokens / self._settings.token_budget)
-        seconds = num_steps * self._step_time.predict(self._settings.token_budget)
+        step_tokens = self._budget.typical_tokens
+        num_steps = math.ceil(self._scheduler.num_waiting_tokens / step_tokens)
+        seconds = num_steps * self._step_time.predict(StepShape(num_tokens=step_tokens))
         return min(max(1.0, seconds), _MAX_RETRY_AFTER_SECONDS)

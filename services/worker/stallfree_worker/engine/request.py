@@ -53,6 +53,11 @@ class Request:
         return bool(self.output_token_ids) and self.num_tokens_left == 1
 
     @property
+    def next_token_due_at(self) -> float:
+        """When the TBT target of a decoding request wants its next token."""
+        return (self.last_token_at or 0.0) + self.new.tbt_target_seconds
+
+    @property
     def expected_output_tokens_left(self) -> int:
         expected = min(math.ceil(self.new.expected_output_tokens), self.new.sampling.max_tokens)
         return max(0, expected - len(self.output_token_ids))

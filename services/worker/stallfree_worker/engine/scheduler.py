@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stallfree_shared.wire import RequestId
-from stallfree_worker.engine.batching.batch import Batch
+from stallfree_worker.engine.batching.batch import Batch, BatchLimits
 from stallfree_worker.engine.batching.rule import BatchingRule
 from stallfree_worker.engine.block_manager import BlockManager
 from stallfree_worker.engine.integrity import IntegrityError, require
@@ -28,13 +28,13 @@ class Scheduler:
         rule: BatchingRule,
         budget: TokenBudget,
         blocks: BlockManager,
-        max_num_seqs: int,
+        limits: BatchLimits,
         eos_token_ids: frozenset[int],
     ) -> None:
         self._rule = rule
         self._budget = budget
         self._blocks = blocks
-        self._max_num_seqs = max_num_seqs
+        self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._queues = RequestQueues()
         self._plan: StepPlan | None = None
@@ -93,10 +93,12 @@ class Scheduler:
             self._blocks.free(request_id)
         return True
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute. Costs nothing for requests that wait."""
+    def schedule(self, now: float) -> StepPlan | None:
+        """The step that begins at `now`; None if there is nothing to compute. Costs nothing for requests that wait."""
         require(self._plan is None, "the step before has not been applied")
-        batch = Batch(queues=self._queues, blocks=self._blocks, budget=self._budget, max_num_seqs=self._max_num_seqs)
+        deadlines = [request.next_token_due_at for request in self._queues.running if request.is_decoding]
+        budget = self._budget.for_step(token_deadlines=deadlines, now=now)
+        batch = Batch(queues=self._queues, blocks=self._blocks, budget=budget, limits=self._limits)
         self._rule.compose(batch)
         self._plan = batch.plan(self._num_steps)
         require(self._plan is not None or self._is_idle, "the rule left every request out")
@@ -132,7 +134,7 @@ class Scheduler:
         self._blocks.check_integrity()
         leaving = [request for request in self._requests_of_plan if request.is_cancelled]
         self._check_owners([*self._queues.running, *leaving])
-        require(self._queues.num_running <= self._max_num_seqs, "more requests run than may")
+        require(self._queues.num_running <= self._limits.max_num_seqs, "more requests run than may")
         require(self._plan is not None or not self._requests_of_plan, "requests of a step that is over")
 
     @property

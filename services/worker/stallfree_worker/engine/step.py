@@ -6,12 +6,13 @@ All are immutable; live request objects never cross a boundary. The engine and t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from stallfree_shared.errors import ErrorInfo
 from stallfree_shared.wire import FinishReason, RequestId, SamplingParams
 from stallfree_shared.worker_status import StepTimeCoefficients
+from stallfree_worker.engine.step_time import StepShape
 
 StallCause = Literal["prefill", "decode", "preemption"]
 
@@ -51,6 +52,8 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     num_decode_tokens: int
     num_prefill_tokens: int
+    shape: StepShape = field(default_factory=StepShape)
+    """What drives the step's time."""
     num_preemptions: int = 0
     """Requests that lost their blocks while this step was planned; none of them is in it."""
     num_recomputed_tokens: int = 0
@@ -119,6 +122,8 @@ class EngineStatus:
     requests_waiting: int
     num_blocks: int
     num_free_blocks: int
+    token_budget_tokens: int
+    """What a step holds now where prefills are waiting."""
     prefill_tokens_left: int
     expected_output_tokens_left: int
     step_time: StepTimeCoefficients

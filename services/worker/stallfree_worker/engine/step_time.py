@@ -1,108 +1,205 @@
-"""How long a step takes, learned while serving: `base_seconds + seconds_per_token * tokens in the step`.
+"""How long a step takes, learned while serving from what drives it.
 
-Pure: no clock. The engine feeds it one observation per step; routers get its coefficients.
+Pure: no clock, no torch. The engine feeds it one observation per step; the token budget asks it before each step, and
+routers get its two-number summary.
+
+    seconds = speed * (base + Σ slope_k * max(0, tokens - knot_k) + row * rows + context * decode context
+                       + attention * prefill attention + request * requests),   all coefficients ≥ 0
+
+Rising slopes at growing knots let the cost of a token grow with the step: first weights are read anyway and a token is
+nearly free (the memory-bound floor), then arithmetic decides (the knee). All coefficients are non-negative, so the
+model is monotone in each driver, and a budget can be found by bisection.
+
+Two time scales. The shape (the coefficients) is fitted by non-negative least squares over a window that keeps a share
+for rare shapes, so that thousands of small decode steps do not drown the chunks. The speed is a running ratio of real
+to predicted time with a half-life of a few steps: it follows a core that is taken away or a noisy neighbour. Ratios of
+the last steps give the quantiles. A single outlier moves neither by more than a cap.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
+from collections import deque
+from dataclasses import dataclass
+
 from stallfree_shared.worker_status import StepTimeCoefficients
 
-_FORGETTING = 0.99
-"""Weight that an observation keeps with every later one: a memory of about 100 steps."""
-_PRIOR = StepTimeCoefficients(base_seconds=0.02, seconds_per_token=0.0002)
-_PRIOR_SPREAD_TOKENS = 64.0
-"""The prior's slope counts as much as one step that is this far from the first one."""
-_MIN_SPREAD_TOKENS = 4.0
-"""Steps that differ by less than this say nothing about the cost of a token; their noise would."""
-_MAX_ERROR_RATIO = 4.0
-"""An error beyond this many usual errors is an outlier: it pulls no more than one at the limit."""
-_LEAST_USUAL_ERROR_RATIO = 0.05
+_KNOT_TOKENS = (0, 16, 64, 256)
+_NUM_FEATURES = 1 + len(_KNOT_TOKENS) + 4
+_BUCKET_SIZE = 48
+"""Steps of one size class that the window keeps."""
+_STEPS_PER_FIT = 16
+_EAGER_STEPS = 64
+"""While there are fewer, every step is followed by a fit."""
+_SPEED_GAIN = 0.2
+"""Weight of the last step in the speed: a half-life of three steps."""
+_MAX_RATIO = 3.0
+"""A step beyond this many times its prediction, or below its part, counts as if it were there."""
+_NUM_RATIOS = 128
 _ERROR_SMOOTHING = 0.05
-_LEAST_SECONDS_PER_TOKEN = 1e-9
+_RIDGE = 1e-9
+_NUM_SWEEPS = 60
+_PRIOR_BASE_SECONDS = 0.02
+_PRIOR_SECONDS_PER_TOKEN = 0.0002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What drives the time of a step, known before it runs."""
+
+    num_tokens: int = 0
+    num_prefill_tokens: int = 0
+    """Those of `num_tokens` that are no decodes."""
+    num_rows: int = 0
+    """Chunks that draw a token: the output layer computes these rows only."""
+    decode_context_tokens: int = 0
+    """Sum of the contexts that the decodes read."""
+    prefill_attention_tokens: int = 0
+    """Sum over prefill chunks of `chunk * (context before it + chunk / 2)`: pairs of query and key."""
+    num_requests: int = 0
+
+    def with_decode(self, context_tokens: int) -> StepShape:
+        """With one more decode, whose context is `context_tokens` long."""
+        return StepShape(
+            num_tokens=self.num_tokens + 1,
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_rows=self.num_rows + 1,
+            decode_context_tokens=self.decode_context_tokens + context_tokens,
+            prefill_attention_tokens=self.prefill_attention_tokens,
+            num_requests=self.num_requests + 1,
+        )
+
+    def with_chunk(self, num_tokens: int, context_tokens: int, *, is_last: bool) -> StepShape:
+        """With one more prefill chunk after `context_tokens` computed ones; the last one draws a token."""
+        return StepShape(
+            num_tokens=self.num_tokens + num_tokens,
+            num_prefill_tokens=self.num_prefill_tokens + num_tokens,
+            num_rows=self.num_rows + is_last,
+            decode_context_tokens=self.decode_context_tokens,
+            prefill_attention_tokens=self.prefill_attention_tokens
+            + num_tokens * context_tokens
+            + num_tokens * num_tokens // 2,
+            num_requests=self.num_requests + 1,
+        )
+
+
+_Features = tuple[float, ...]
 
 
 class StepTimeModel:
-    """Least squares over exponentially forgotten steps, kept as weighted means and co-moments.
-
-    This is recursive least squares with a forgetting factor, in a form that stays exact when all steps are alike for a
-    long time. Both coefficients are never negative. Before the first observation it predicts from a prior; the first
-    one sets the level, and the prior's ratio of base to slope fades as steps of other sizes are seen.
-    """
+    """See the module. Before the first observation it predicts from a prior, whose level the first step sets."""
 
     def __init__(self) -> None:
-        self._base_seconds = _PRIOR.base_seconds
-        self._seconds_per_token = _PRIOR.seconds_per_token
-        self._weight = 0.0
-        self._mean_tokens = 0.0
-        self._mean_seconds = 0.0
-        self._variation = 0.0  # weighted sum of (tokens - mean)²
-        self._covariation = 0.0  # weighted sum of (tokens - mean) * (seconds - mean)
-        self._usual_error_seconds = 0.0
+        self._window: dict[int, deque[tuple[_Features, float]]] = {}
+        self._moments = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]  # Σ w x xᵀ
+        self._targets = [0.0] * _NUM_FEATURES  # Σ w x y
+        self._coefficients = [_PRIOR_BASE_SECONDS, _PRIOR_SECONDS_PER_TOKEN, *[0.0] * (_NUM_FEATURES - 2)]
+        self._prior_scale = 0.0
+        self._num_observed = 0
+        self._log_speed = 0.0
+        self._ratios: deque[float] = deque()
+        self._sorted_ratios: list[float] = []
         self._error_ratio = 0.0
-
-    @property
-    def coefficients(self) -> StepTimeCoefficients:
-        return StepTimeCoefficients(base_seconds=self._base_seconds, seconds_per_token=self._seconds_per_token)
 
     @property
     def error_ratio(self) -> float:
         """|predicted - real| / real of the last steps, a running mean; 0 before there are two observations."""
         return self._error_ratio
 
-    def predict(self, num_tokens: int) -> float:
-        """Seconds that a step of `num_tokens` tokens takes."""
-        return self._base_seconds + self._seconds_per_token * num_tokens
+    @property
+    def summary(self) -> StepTimeCoefficients:
+        """A line through the prediction at 1 and at 512 tokens: what routers reckon with."""
+        one, many = self.predict(StepShape(num_tokens=1)), self.predict(StepShape(num_tokens=512))
+        slope = max((many - one) / 511, 1e-9)
+        return StepTimeCoefficients(base_seconds=max(0.0, one - slope), seconds_per_token=slope)
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learns from a step of `num_tokens` tokens that took `seconds`. A step without a duration is ignored."""
-        if num_tokens <= 0 or seconds <= 0:
+    def predict(self, shape: StepShape, *, quantile: float | None = None) -> float:
+        """Seconds that a step of this shape takes: the expectation, or the given quantile (0 to 1) of it."""
+        seconds = math.exp(self._log_speed) * _product(self._coefficients, _features(shape))
+        return seconds if quantile is None else seconds * self._ratio_quantile(quantile)
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """Learns from a step that took `seconds`. A step without a duration is ignored."""
+        if shape.num_tokens <= 0 or seconds <= 0:
             return
-        if self._weight == 0.0:
-            self._start(num_tokens, seconds)
-            return
-        error = seconds - self.predict(num_tokens)
-        weight = self._weight_of(error)
-        self._note_error(abs(error), seconds)
-        self._add(num_tokens, seconds, weight)
-        self._fit()
+        if self._num_observed == 0:
+            self._set_level(shape, seconds)
+        else:
+            self._note_ratio(seconds / self.predict(shape))
+        self._num_observed += 1
+        self._remember(shape, seconds / math.exp(self._log_speed))
+        if self._num_observed <= _EAGER_STEPS or self._num_observed % _STEPS_PER_FIT == 0:
+            self._fit()
 
-    def _start(self, num_tokens: int, seconds: float) -> None:
-        scale = seconds / self.predict(num_tokens)
-        self._base_seconds *= scale
-        self._seconds_per_token *= scale
-        self._weight = 1.0
-        self._mean_tokens = float(num_tokens)
-        self._mean_seconds = seconds
-        self._variation = _PRIOR_SPREAD_TOKENS**2
-        self._covariation = self._seconds_per_token * self._variation
-        self._usual_error_seconds = seconds
+    def _set_level(self, shape: StepShape, seconds: float) -> None:
+        """The prior's form, moved to the first step's level."""
+        scale = seconds / _product(self._coefficients, _features(shape))
+        self._coefficients = [scale * value for value in self._coefficients]
 
-    def _weight_of(self, error: float) -> float:
-        limit = _MAX_ERROR_RATIO * self._usual_error_seconds
-        return 1.0 if abs(error) <= limit else limit / abs(error)
+    def _note_ratio(self, ratio: float) -> None:
+        self._error_ratio += _ERROR_SMOOTHING * (abs(1 - 1 / ratio) - self._error_ratio)
+        capped = min(max(ratio, 1 / _MAX_RATIO), _MAX_RATIO)
+        self._log_speed += _SPEED_GAIN * math.log(capped)
+        if len(self._ratios) == _NUM_RATIOS:
+            del self._sorted_ratios[bisect.bisect_left(self._sorted_ratios, self._ratios.popleft())]
+        self._ratios.append(capped)
+        bisect.insort(self._sorted_ratios, capped)
 
-    def _note_error(self, error: float, seconds: float) -> None:
-        self._error_ratio += _ERROR_SMOOTHING * (error / seconds - self._error_ratio)
-        # An outlier counts for no more than the limit, so a lasting change of speed is believed after a few steps.
-        capped = min(error, _MAX_ERROR_RATIO * self._usual_error_seconds)
-        usual = self._usual_error_seconds + _ERROR_SMOOTHING * (capped - self._usual_error_seconds)
-        self._usual_error_seconds = max(usual, _LEAST_USUAL_ERROR_RATIO * self._mean_seconds)
+    def _ratio_quantile(self, quantile: float) -> float:
+        """With few steps behind it, nothing below the expectation is promised."""
+        if not self._sorted_ratios:
+            return 1.0
+        place = min(len(self._sorted_ratios) - 1, math.ceil(quantile * len(self._sorted_ratios)))
+        return max(1.0, self._sorted_ratios[place])
 
-    def _add(self, num_tokens: int, seconds: float, weight: float) -> None:
-        kept = self._weight * _FORGETTING
-        self._weight = kept + weight
-        gain = weight / self._weight
-        from_mean_tokens = num_tokens - self._mean_tokens
-        from_mean_seconds = seconds - self._mean_seconds
-        self._mean_tokens += gain * from_mean_tokens
-        self._mean_seconds += gain * from_mean_seconds
-        self._variation = _FORGETTING * self._variation + kept * gain * from_mean_tokens**2
-        self._covariation = _FORGETTING * self._covariation + kept * gain * from_mean_tokens * from_mean_seconds
+    def _remember(self, shape: StepShape, seconds: float) -> None:
+        """Puts a step into the window of its size class, in place of the oldest one there."""
+        expected = _product(self._coefficients, _features(shape))
+        seconds = min(max(seconds, expected / _MAX_RATIO), expected * _MAX_RATIO)
+        window = self._window.setdefault(shape.num_tokens.bit_length(), deque())
+        if len(window) == _BUCKET_SIZE:
+            self._add_moments(*window.popleft(), sign=-1.0)
+        window.append((_features(shape), seconds))
+        self._add_moments(*window[-1], sign=1.0)
+
+    def _add_moments(self, features: _Features, seconds: float, *, sign: float) -> None:
+        weight = sign / (seconds * seconds)  # errors count in proportion to the step
+        for row, value in zip(self._moments, features, strict=True):
+            if value:
+                scaled = weight * value
+                for column, other in enumerate(features):
+                    row[column] += scaled * other
+        for place, value in enumerate(features):
+            self._targets[place] += weight * value * seconds
 
     def _fit(self) -> None:
-        if self._variation >= self._weight * _MIN_SPREAD_TOKENS**2:
-            self._seconds_per_token = max(_LEAST_SECONDS_PER_TOKEN, self._covariation / self._variation)
-        base = self._mean_seconds - self._seconds_per_token * self._mean_tokens
-        if base < 0:
-            base, self._seconds_per_token = 0.0, self._mean_seconds / self._mean_tokens
-        self._base_seconds = base
+        """Non-negative least squares by coordinate descent, held near the present coefficients: what the window says
+        nothing about stays as it is."""
+        near = tuple(self._coefficients)
+        for _ in range(_NUM_SWEEPS):
+            for place, row in enumerate(self._moments):
+                hold = _RIDGE + 1e-3 * row[place]
+                others = math.fsum(map(_times, row, self._coefficients)) - row[place] * self._coefficients[place]
+                best = (self._targets[place] - others + hold * near[place]) / (row[place] + hold)
+                self._coefficients[place] = max(0.0, best)
+
+
+def _features(shape: StepShape) -> _Features:
+    """In units that make the coefficients alike in size: thousands of context, millions of pairs."""
+    return (
+        1.0,
+        *(max(0.0, float(shape.num_tokens - knot)) for knot in _KNOT_TOKENS),
+        float(shape.num_rows),
+        shape.decode_context_tokens / 1e3,
+        shape.prefill_attention_tokens / 1e6,
+        float(shape.num_requests),
+    )
+
+
+def _product(coefficients: list[float], features: _Features) -> float:
+    return math.fsum(map(_times, coefficients, features))
+
+
+def _times(a: float, b: float) -> float:
+    return a * b

@@ -92,9 +92,9 @@ def _make_runner(decoder: Decoder, shape: KVCacheShape, limits: RunnerLimits, se
     if decoder.device.type == "cpu":
         return runner_within(DEFAULT_CPU_CACHE_BYTES)
     # The largest step tells what weights and activations need; its own cache is counted with them and given back.
-    step_blocks = 2 + settings.token_budget // shape.block_size
+    step_blocks = 2 + settings.max_step_tokens // shape.block_size
     torch.cuda.reset_peak_memory_stats(decoder.device)
-    runner_within(step_blocks * shape.block_bytes).compute_largest_step(settings.token_budget)
+    runner_within(step_blocks * shape.block_bytes).compute_largest_step(settings.max_step_tokens)
     needed_bytes = torch.cuda.max_memory_allocated(decoder.device) - step_blocks * shape.block_bytes
     torch.cuda.empty_cache()
     total_bytes = torch.cuda.get_device_properties(decoder.device).total_memory

@@ -17,5 +17,5 @@ class SarathiRule:
             batch.add_decode(request)
         for request in batch.prefilling():
             batch.add_prefill(request)
-        while batch.tokens_left > 0 and (admitted := batch.admit()) is not None:
+        while batch.has_room_for_prefill and (admitted := batch.admit()) is not None:
             batch.add_prefill(admitted)

@@ -1,0 +1,17 @@
+"""Request-level batching, as NVIDIA's FasterTransformer does it. A baseline to measure against."""
+
+from __future__ import annotations
+
+from stallfree_worker.engine.batching.batch import Batch
+
+
+class FasterTransformerRule:
+    """A batch of requests runs to its end before the next one is admitted. Its whole prompts are computed in its first
+    step. Memory is reserved for the longest request that the model takes."""
+
+    def compose(self, batch: Batch) -> None:
+        running = batch.decoding()
+        for request in running:
+            batch.add_decode(request)
+        while not running and (admitted := batch.admit(num_reserved_tokens=batch.max_model_len)) is not None:
+            batch.add_whole_prefill(admitted)
