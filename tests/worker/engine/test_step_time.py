@@ -133,6 +133,6 @@ def test_more_work_never_takes_less_time(
 def test_routers_get_a_line_that_is_right_at_both_ends() -> None:
     model = learned(small_machine)
     line = model.summary
-    for num_tokens in (1, 512):
-        seconds = line.base_seconds + line.seconds_per_token * num_tokens
-        assert seconds == pytest.approx(model.predict(prefill(num_tokens)), rel=0.05)
+    for shape in (decodes(1, 0), StepShape().with_chunk(512, 0, is_last=True)):
+        seconds = line.base_seconds + line.seconds_per_token * shape.num_tokens
+        assert seconds == pytest.approx(model.predict(shape), rel=0.05)

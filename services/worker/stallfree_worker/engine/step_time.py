@@ -40,6 +40,7 @@ _NUM_RATIOS = 128
 _ERROR_SMOOTHING = 0.05
 _RIDGE = 1e-9
 _NUM_SWEEPS = 60
+_LINE_TOKENS = 512
 _PRIOR_BASE_SECONDS = 0.02
 _PRIOR_SECONDS_PER_TOKEN = 0.0002
 
@@ -109,9 +110,10 @@ class StepTimeModel:
 
     @property
     def summary(self) -> StepTimeCoefficients:
-        """A line through the prediction at 1 and at 512 tokens: what routers reckon with."""
-        one, many = self.predict(StepShape(num_tokens=1)), self.predict(StepShape(num_tokens=512))
-        slope = max((many - one) / 511, 1e-9)
+        """A line through the predictions of one decode and of a prompt of 512 tokens: what routers reckon with."""
+        one = self.predict(StepShape().with_decode(0))
+        many = self.predict(StepShape().with_chunk(_LINE_TOKENS, 0, is_last=True))
+        slope = max((many - one) / (_LINE_TOKENS - 1), 1e-9)
         return StepTimeCoefficients(base_seconds=max(0.0, one - slope), seconds_per_token=slope)
 
     def predict(self, shape: StepShape, *, quantile: float | None = None) -> float:
