@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stallfree_worker.engine.step_time import StepShape, StepTimeModel
@@ -88,6 +88,16 @@ def test_a_quantile_covers_its_share_of_the_steps() -> None:
     assert 0.90 <= covered / len(shapes) <= 1.0
 
 
+def test_a_size_that_was_never_seen_is_learned_from_its_first_steps() -> None:
+    model = StepTimeModel()
+    for _ in range(50):
+        model.observe(decodes(1), small_machine(decodes(1)))
+    for _ in range(3):
+        model.observe(prefill(500), 40 * small_machine(prefill(500)))
+    assert model.predict(prefill(500)) == pytest.approx(40 * small_machine(prefill(500)), rel=0.2)
+    assert model.predict(decodes(1)) == pytest.approx(small_machine(decodes(1)), rel=0.2)
+
+
 def test_an_outlier_hardly_moves_the_prediction() -> None:
     model, same = learned(small_machine), learned(small_machine)
     model.observe(decodes(8), 30.0)
@@ -114,6 +124,7 @@ def test_a_lasting_change_of_speed_is_believed_within_20_steps() -> None:
     st.integers(0, 2000),
     st.integers(0, 10_000),
 )
+@example([(1, 257, 1.0), (1, 258, 2.0), (1, 0, 1.0)], 0, 0, 0)
 def test_more_work_never_takes_less_time(
     steps: list[tuple[int, int, float]], num_decodes: int, chunk: int, context: int
 ) -> None:

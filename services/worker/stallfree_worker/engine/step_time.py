@@ -34,6 +34,9 @@ _EAGER_STEPS = 64
 """While there are fewer, every step is followed by a fit."""
 _SPEED_GAIN = 0.2
 """Weight of the last step in the speed: a half-life of three steps."""
+_FEW_STEPS = 4
+"""A size class with fewer steps has no usual time yet that an outlier could be told from."""
+_LEAST_SECONDS = 1e-6
 _MAX_RATIO = 3.0
 """A step beyond this many times its prediction, or below its part, counts as if it were there."""
 _NUM_RATIOS = 128
@@ -118,25 +121,27 @@ class StepTimeModel:
 
     def predict(self, shape: StepShape, *, quantile: float | None = None) -> float:
         """Seconds that a step of this shape takes: the expectation, or the given quantile (0 to 1) of it."""
-        seconds = math.exp(self._log_speed) * _product(self._coefficients, _features(shape))
+        seconds = math.exp(self._log_speed) * self._shape_seconds(shape)
         return seconds if quantile is None else seconds * self._ratio_quantile(quantile)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learns from a step that took `seconds`. A step without a duration is ignored."""
         if shape.num_tokens <= 0 or seconds <= 0:
             return
+        window = self._window.setdefault(shape.num_tokens.bit_length(), deque())
+        is_known = len(window) >= _FEW_STEPS
         if self._num_observed == 0:
             self._set_level(shape, seconds)
-        else:
+        elif is_known:  # a step of a new size may be predicted badly, and says nothing about the machine's speed
             self._note_ratio(seconds / self.predict(shape))
         self._num_observed += 1
-        self._remember(shape, seconds / math.exp(self._log_speed))
+        self._remember(window, shape, seconds / math.exp(self._log_speed), is_capped=is_known)
         if self._num_observed <= _EAGER_STEPS or self._num_observed % _STEPS_PER_FIT == 0:
             self._fit()
 
     def _set_level(self, shape: StepShape, seconds: float) -> None:
         """The prior's form, moved to the first step's level."""
-        scale = seconds / _product(self._coefficients, _features(shape))
+        scale = seconds / self._shape_seconds(shape)
         self._coefficients = [scale * value for value in self._coefficients]
 
     def _note_ratio(self, ratio: float) -> None:
@@ -155,11 +160,17 @@ class StepTimeModel:
         place = min(len(self._sorted_ratios) - 1, math.ceil(quantile * len(self._sorted_ratios)))
         return max(1.0, self._sorted_ratios[place])
 
-    def _remember(self, shape: StepShape, seconds: float) -> None:
+    def _shape_seconds(self, shape: StepShape) -> float:
+        """At the speed at which the shape was learned."""
+        return max(_LEAST_SECONDS, _product(self._coefficients, _features(shape)))
+
+    def _remember(
+        self, window: deque[tuple[_Features, float]], shape: StepShape, seconds: float, *, is_capped: bool
+    ) -> None:
         """Puts a step into the window of its size class, in place of the oldest one there."""
-        expected = _product(self._coefficients, _features(shape))
-        seconds = min(max(seconds, expected / _MAX_RATIO), expected * _MAX_RATIO)
-        window = self._window.setdefault(shape.num_tokens.bit_length(), deque())
+        if is_capped:
+            expected = self._shape_seconds(shape)
+            seconds = min(max(seconds, expected / _MAX_RATIO), expected * _MAX_RATIO)
         if len(window) == _BUCKET_SIZE:
             self._add_moments(*window.popleft(), sign=-1.0)
         window.append((_features(shape), seconds))
