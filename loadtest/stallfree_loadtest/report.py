@@ -47,10 +47,6 @@ def quantile_cells(values: Quantiles) -> tuple[str, ...]:
     return tuple(milliseconds(value) for value in (values.p50, values.p90, values.p99, values.max))
 
 
-def stall_text(summary: GapSummary) -> str:
-    return f"{summary.num_stalls} stalls, {summary.stall_seconds:.2f} s, {summary.stalled_ratio:.1%} of decoding"
-
-
 def load_report(summary: LoadSummary, targets: Targets) -> str:
     """The whole report of one load."""
     latency = table(

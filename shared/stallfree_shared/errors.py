@@ -25,6 +25,7 @@ API shows to clients and what travels from a worker to a router.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -74,6 +75,13 @@ class StallfreeError(Exception):
             code=self.code,
             retry_after_seconds=self.retry_after_seconds,
         )
+
+    @property
+    def http_headers(self) -> dict[str, str]:
+        """What an HTTP answer says besides its status and body."""
+        if self.retry_after_seconds is None:
+            return {}
+        return {"Retry-After": str(math.ceil(self.retry_after_seconds))}
 
     @classmethod
     def from_info(cls, info: ErrorInfo) -> StallfreeError:

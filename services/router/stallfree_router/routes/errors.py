@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from fastapi import FastAPI
@@ -22,9 +21,7 @@ from stallfree_shared.openai_api import ErrorBody
 
 
 def error_response(error: StallfreeError, *, headers: Mapping[str, str] | None = None) -> Response:
-    all_headers = dict(headers or {})
-    if error.retry_after_seconds is not None:
-        all_headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
+    all_headers = {**(headers or {}), **error.http_headers}
     if isinstance(error, AuthenticationError):
         all_headers["WWW-Authenticate"] = "Bearer"
     return Response(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import TypedDict
 
@@ -33,10 +32,8 @@ class _Problem(TypedDict):
 
 
 def answer(error: StallfreeError) -> JSONResponse:
-    headers = {}
-    if error.retry_after_seconds is not None:
-        headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
-    return JSONResponse({"error": error.info.model_dump()}, status_code=error.http_status, headers=headers)
+    body = {"error": error.info.model_dump()}
+    return JSONResponse(body, status_code=error.http_status, headers=error.http_headers)
 
 
 def invalid_body(error: ValidationError) -> InvalidRequestError:

@@ -34,8 +34,6 @@ class Batch:
         self._limits = limits
         self._shape = StepShape()
         self._chunks: list[Chunk] = []
-        self._num_decode_tokens = 0
-        self._num_prefill_tokens = 0
         self._num_preemptions = 0
         self._num_recomputed_tokens = 0
         self.requests: list[Request] = []
@@ -75,7 +73,6 @@ class Batch:
         request itself is preempted only if it is the last.
         """
         if self._has_room_for_decode(request):
-            self._num_decode_tokens += 1
             self._shape = self._shape.with_decode(request.num_tokens)
             self._add(request, 1)
 
@@ -115,8 +112,8 @@ class Batch:
             step_id=step_id,
             chunks=tuple(self._chunks),
             shape=self._shape,
-            num_decode_tokens=self._num_decode_tokens,
-            num_prefill_tokens=self._num_prefill_tokens,
+            num_decode_tokens=self._shape.num_tokens - self._shape.num_prefill_tokens,
+            num_prefill_tokens=self._shape.num_prefill_tokens,
             num_preemptions=self._num_preemptions,
             num_recomputed_tokens=self._num_recomputed_tokens,
         )
@@ -136,7 +133,6 @@ class Batch:
         self._num_preemptions += 1
 
     def _add_chunk(self, request: Request, num_tokens: int) -> None:
-        self._num_prefill_tokens += num_tokens
         is_last = num_tokens == request.num_tokens_left
         self._shape = self._shape.with_chunk(num_tokens, request.num_computed_tokens, is_last=is_last)
         self._add(request, num_tokens)
