@@ -28,6 +28,9 @@ MODEL_PATH = "/wire/model"
 TOKENIZER_PATH = "/wire/tokenizer"
 FRAMES_PATH = "/wire/frames"
 REQUESTS_PATH = "/wire/requests"
+MAX_LOGPROBS = 20
+MAX_DEFINITION_BYTES = 131_072
+"""Of a structured output, in UTF-8."""
 
 RequestId = NewType("RequestId", str)
 ConnectionId = NewType("ConnectionId", str)
@@ -38,6 +41,23 @@ class WireModel(BaseModel):
     """What one version adds, another one skips: routers and workers are rolled one after the other."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+class StructuredOutput(WireModel):
+    """What the text of an output must be."""
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    definition: str = ""
+    """The JSON schema as JSON; the regular expression; the grammar in Lark's syntax; the choices as a JSON list of
+    strings; empty for json_object."""
+
+
+class TokenLogprobs(WireModel):
+    """How likely a token was: natural logarithms, of the model's own distribution before temperature and penalties."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest token ids with theirs, best first; as many as were asked for."""
 
 
 class SamplingParams(WireModel):
@@ -58,6 +78,21 @@ class SamplingParams(WireModel):
     """Ends the request besides the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Neither end-of-sequence nor stop token ids end the request."""
+    min_tokens: int = Field(default=0, ge=0)
+    """Before so many output tokens no end-of-sequence or stop token is drawn."""
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Taken off the logits of tokens that the output has."""
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Taken off the logits of tokens that the output has, as often as it has them."""
+    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    """Divides positive and multiplies negative logits of tokens that prompt or output have."""
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    """Added to the logits of these token ids."""
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """How many of the likeliest tokens are told besides each drawn one; None: no log-probabilities at all."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """The same for every prompt token but the first."""
+    structured_output: StructuredOutput | None = None
 
 
 class SubmitRequest(WireModel):
@@ -66,10 +101,16 @@ class SubmitRequest(WireModel):
     connection_id: ConnectionId
     prompt_token_ids: tuple[int, ...] = Field(min_length=1)
     sampling: SamplingParams
-    expected_output_tokens: float = Field(ge=0)
+    expected_output_tokens: float = Field(ge=0, allow_inf_nan=False)
     """The router's prediction, told back summed in `WorkerStatus.expected_output_tokens_left`."""
     tbt_target_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """None: the worker's own default."""
+    ttft_target_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """None: the worker's own default."""
+    priority: int = Field(default=0, ge=-100, le=100)
+    """Lower comes first."""
+    cache_salt: str = Field(default="", max_length=256)
+    """Requests share cached prefixes only with those of the same salt."""
 
 
 class SubmitAccepted(WireModel):
@@ -83,6 +124,8 @@ class Usage(WireModel):
     prompt_tokens: int
     completion_tokens: int
     """All generated tokens, an end-of-sequence or stop token included."""
+    cached_tokens: int = 0
+    """Those of the prompt whose keys and values were in the worker's prefix cache when the request was admitted."""
 
 
 class TokenEvent(WireModel):
@@ -94,9 +137,14 @@ class TokenEvent(WireModel):
     index: int
     """Position of the first of `token_ids` in the request's output, from 0."""
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each of `token_ids`, where they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """The next prompt tokens' own, from the second on, as chunks are computed; all come before the first token or with
+    it. `token_ids` may be empty then."""
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
-    """Set on the last event."""
+    """So far; set on the event with the first token, and on the last."""
     error: ErrorInfo | None = None
     """The request ended here without an answer; `token_ids` is empty."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from stallfree_shared.errors import ErrorInfo
-from stallfree_shared.wire import FinishReason, RequestId, SamplingParams
+from stallfree_shared.wire import FinishReason, RequestId, SamplingParams, TokenLogprobs
 from stallfree_shared.worker_status import StepTimeCoefficients
 from stallfree_worker.engine.step_time import StepShape
 
@@ -27,6 +27,43 @@ class NewRequest:
     sampling: SamplingParams
     tbt_target_seconds: float
     expected_output_tokens: float = 0.0
+    ttft_target_seconds: float = 5.0
+    priority: int = 0
+    """Lower comes first."""
+    cache_salt: str = ""
+    """Prefixes are shared only among requests of the same salt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenHistory:
+    """All tokens of a request before the one that is drawn next."""
+
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroup:
+    """Layers of a model that share one block table: each block of the group holds the same tokens in all of them.
+
+    The blocks of all groups come from one pool and are equal in size, so that memory moves freely between groups, as
+    in vLLM's hybrid KV cache. A group without a window keeps all tokens.
+    """
+
+    window_tokens: int | None = None
+    """A token sees itself and the `window_tokens - 1` before it; None sees all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTable:
+    """The blocks that hold a request's tokens in one KV group, in order of position.
+
+    Position `p` is in `blocks[p // block_size - num_forgotten]`.
+    """
+
+    blocks: tuple[int, ...]
+    num_forgotten: int = 0
+    """Blocks before `blocks[0]` that lay wholly behind the group's window and are given back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +74,18 @@ class Chunk:
     token_ids: tuple[int, ...]
     num_computed_tokens: int
     """Tokens of this request whose keys and values are in the cache already: the position of `token_ids[0]`."""
-    block_table: tuple[int, ...]
-    """Blocks that hold positions 0 to `num_computed_tokens + len(token_ids) - 1`, at least."""
+    block_tables: tuple[BlockTable, ...]
+    """One for each of the runner's `kv_groups`. They reach to the chunk's last token, at least, and back to the first
+    that a window of the group lets the chunk look at. Tables of groups with equal windows begin alike."""
     sampling: SamplingParams
     output_index: int | None
     """Index of the output token drawn after this chunk; None while tokens of the request are left to compute."""
+    num_shared_tokens: int = 0
+    """Tokens in blocks that other requests may use too: their keys and values stand there already and are not written
+    again, not even where one of them is computed once more to draw what follows it."""
+    history: TokenHistory | None = None
+    """Set where penalties or a structured output look back at what the text has so far, with an `output_index`; and
+    where log-probabilities of prompt tokens are still to be told, which the chunk predicts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +98,22 @@ class StepPlan:
     num_prefill_tokens: int
     shape: StepShape = field(default_factory=StepShape)
     """What drives the step's time."""
+    ended_request_ids: tuple[RequestId, ...] = ()
+    """Requests with a structured output that ended in any way since the step before: the runner forgets them."""
     num_preemptions: int = 0
     """Requests that lost their blocks while this step was planned; none of them is in it."""
     num_recomputed_tokens: int = 0
     """Tokens of the chunks that had been computed before and were lost to a preemption."""
+    preempted_request_ids: tuple[RequestId, ...] = ()
+    """The requests of `num_preemptions`."""
+    num_prefix_query_tokens: int = 0
+    """Tokens that were looked up in the prefix cache while this step was planned."""
+    num_prefix_hit_tokens: int = 0
+    """Those of them that the cache had."""
+    budget_seconds: float | None = None
+    """What the token budget let this step take; None where it does not reckon in seconds."""
+    budget_tokens: int | None = None
+    """What the token budget let this step hold; None where it is no one number."""
 
     @property
     def num_tokens(self) -> int:
@@ -66,12 +122,26 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the runner computed: for every chunk with an `output_index`, one token or one failure."""
+    """What the runner computed: for every chunk with an `output_index`, one token or one failure. A chunk that had to
+    tell log-probabilities of its prompt may fail without one."""
 
     step_id: int
     token_id_by_request: Mapping[RequestId, int]
     failure_by_request: Mapping[RequestId, str]
-    """Requests whose logits were not finite, with the reason. They fail alone."""
+    """Requests that cannot go on, with the reason. They fail alone."""
+    not_finite_request_ids: frozenset[RequestId] = frozenset()
+    """Those of them whose logits were not finite: nothing that they read or computed may be shared any more."""
+    logprobs_by_request: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
+    """Of the drawn tokens, for requests that asked for them."""
+    prompt_logprobs_by_request: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """For requests that asked for them, of the prompt tokens that this step's chunk predicts: those at the positions
+    one behind the chunk's own, as far as the prompt reaches."""
+    completed_request_ids: frozenset[RequestId] = frozenset()
+    """Requests whose structured output was whole before this draw: their token, whatever it is, ends them and is no
+    text."""
+    postponed_request_ids: frozenset[RequestId] = frozenset()
+    """Requests that nothing can be drawn for yet, because their structured output is not ready: whatever else is said
+    of their token does not count. The last token of their chunk is to be computed again."""
 
 
 class Runner(Protocol):
@@ -82,6 +152,11 @@ class Runner(Protocol):
 
     @property
     def block_size(self) -> int: ...
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The model's layers by what they keep; at least one group."""
+        ...
 
     @property
     def max_model_len(self) -> int:
@@ -96,13 +171,18 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEvent:
-    """One token of one request, or its end by an error."""
+    """One token of one request, or its end by an error, or log-probabilities of its prompt while that is computed."""
 
     request_id: RequestId
     index: int
     token_id: int | None
-    """None only with an `error`."""
+    """None with an `error`, and where `prompt_logprobs` come before the first token."""
     num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had when the request was first admitted."""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of the next prompt tokens, each told once, whatever is computed again after a preemption."""
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
     time_to_first_token_seconds: float | None = None
@@ -129,17 +209,104 @@ class EngineStatus:
     step_time: StepTimeCoefficients
     step_time_error_ratio: float
     """|predicted - real| / real of the last steps, a running mean."""
+    longest_decode_wait_seconds: float = 0.0
+    """How long the decode that waits longest has waited for its next token."""
+    longest_prefill_wait_seconds: float = 0.0
+    """How long the prompt that waits longest has gone without a chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one step held and how long it took, to be looked at: measured by the clock around what the step does anyway,
+    never by an extra synchronisation of the device. Durations and instants are in seconds of the engine's clock.
+    """
+
+    step_id: int
+    started_at: float
+    schedule_seconds: float
+    execute_seconds: float
+    apply_seconds: float
+    idle_seconds: float | None
+    """Since the end of the step before, while there was work: the inter-batch delay. None where nothing waited."""
+    predicted_seconds: float
+    """The expectation for this shape, before the step ran."""
+    predicted_quantile_seconds: float
+    """The quantile of the prediction that a budget in seconds uses."""
+    budget_seconds: float | None
+    budget_tokens: int | None
+    request_ids: tuple[RequestId, ...]
+    """One for each chunk, decodes first; `chunk_tokens` and `context_tokens` go with them."""
+    chunk_tokens: tuple[int, ...]
+    context_tokens: tuple[int, ...]
+    """Tokens of the request that were in the KV cache before the chunk."""
+    num_decodes: int
+    num_recomputed_tokens: int
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int
+    preempted_request_ids: tuple[RequestId, ...]
+    requests_running: int
+    """After the step, like those that wait and the free blocks."""
+    requests_waiting: int
+    num_free_blocks: int
+
+    @property
+    def seconds(self) -> float:
+        """Schedule, execute and apply."""
+        return self.schedule_seconds + self.execute_seconds + self.apply_seconds
+
+    @property
+    def ended_at(self) -> float:
+        return self.started_at + self.seconds
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """A decode is a chunk of one token."""
+        return self.num_decodes
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(self.chunk_tokens) - self.num_decodes
+
+    @property
+    def prediction_error_ratio(self) -> float | None:
+        """|predicted - real| / real; None for a step without a duration."""
+        return abs(self.predicted_seconds - self.seconds) / self.seconds if self.seconds > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one step gave. `step_seconds` is 0 where nothing was computed (only cancellations, say)."""
+    """What one step gave."""
 
     events: tuple[EngineEvent, ...]
     status: EngineStatus
-    step_seconds: float = 0.0
-    num_decode_tokens: int = 0
-    num_prefill_tokens: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    """Tokens of this step's chunks that had been computed before and were lost to a preemption."""
+    record: StepRecord | None = None
+    """None where nothing was computed (only cancellations, say)."""
+
+    @property
+    def step_seconds(self) -> float:
+        return 0.0 if self.record is None else self.record.seconds
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return 0 if self.record is None else self.record.num_decode_tokens
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return 0 if self.record is None else self.record.num_prefill_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        return 0 if self.record is None else len(self.record.preempted_request_ids)
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Tokens of this step's chunks that had been computed before and were lost to a preemption."""
+        return 0 if self.record is None else self.record.num_recomputed_tokens
+
+    @property
+    def num_prefix_query_tokens(self) -> int:
+        return 0 if self.record is None else self.record.num_prefix_query_tokens
+
+    @property
+    def num_prefix_hit_tokens(self) -> int:
+        return 0 if self.record is None else self.record.num_prefix_hit_tokens
