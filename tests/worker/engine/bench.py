@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stallfree_shared.wire import FinishReason, RequestId, SamplingParams
 from stallfree_worker.engine.engine import Engine
-from stallfree_worker.engine.step import EngineEvent, NewRequest, StepReport
+from stallfree_worker.engine.step import EngineEvent, KVGroup, NewRequest, StepReport
 from stallfree_worker.engine.step_time import StepShape
 from stallfree_worker.engine.token_budget import StepBudget, TokenBudget
 from stallfree_worker.settings import BatchingName, SchedulerSettings
@@ -22,8 +22,14 @@ def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
 class MovingBudget:
     """A token budget that a test changes between steps, as a budget by target will."""
 
+    limit_seconds = None
+
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
+
+    @property
+    def limit_tokens(self) -> int:
+        return self.max_tokens
 
     @property
     def typical_tokens(self) -> int:
@@ -34,6 +40,9 @@ class MovingBudget:
 
     def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int) -> int:
         return max(0, min(most, self.max_tokens - shape.num_tokens))
+
+    def note_limited(self, num_tokens: int) -> None:
+        """Nothing is learned from it."""
 
 
 class Bench:
@@ -48,7 +57,11 @@ class Bench:
         max_waiting_requests: int = 1024,
         max_waiting_tokens: int = 1_000_000,
         budget: TokenBudget | None = None,
+        kv_groups: tuple[KVGroup, ...] = (KVGroup(),),
+        has_prefix_cache: bool = True,
         batching: BatchingName = "sarathi",
+        max_prefill_wait_seconds: float = 5.0,
+        priority_step_seconds: float = 30.0,
     ) -> None:
         self.clock = VirtualClock()
         self.runner = CheckedRunner(
@@ -56,6 +69,7 @@ class Bench:
             block_size=block_size,
             clock=self.clock,
             max_model_len=max_model_len or num_blocks * block_size,
+            kv_groups=kv_groups,
         )
         self.settings = SchedulerSettings(
             max_num_seqs=max_num_seqs,
@@ -63,8 +77,10 @@ class Bench:
             token_budget=token_budget,
             max_waiting_requests=max_waiting_requests,
             max_waiting_tokens=max_waiting_tokens,
+            max_prefill_wait_seconds=max_prefill_wait_seconds,
+            priority_step_seconds=priority_step_seconds,
         )
-        self.engine = Engine(self.settings, self.runner, self.clock, budget=budget)
+        self.engine = Engine(self.settings, self.runner, self.clock, budget=budget, has_prefix_cache=has_prefix_cache)
         self.new_by_id: dict[RequestId, NewRequest] = {}
         self.events_by_id: dict[RequestId, list[EngineEvent]] = {}
         self.reports: list[StepReport] = []
@@ -76,7 +92,10 @@ class Bench:
         max_tokens: int = 4,
         request_id: str | None = None,
         tbt_target_seconds: float = 10.0,
+        ttft_target_seconds: float = 5.0,
+        priority: int = 0,
         sampling: SamplingParams | None = None,
+        cache_salt: str = "",
     ) -> RequestId:
         """Submits a prompt, or one of that length; output does not end before `max_tokens` by default."""
         number = len(self.new_by_id)
@@ -85,9 +104,13 @@ class Bench:
             prompt_token_ids=prompt_of(prompt, number) if isinstance(prompt, int) else tuple(prompt),
             sampling=sampling or SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=number),
             tbt_target_seconds=tbt_target_seconds,
+            ttft_target_seconds=ttft_target_seconds,
+            priority=priority,
+            cache_salt=cache_salt,
             expected_output_tokens=float(max_tokens),
         )
         self.engine.submit(new)
+        self.runner.expect(new)
         self.new_by_id[new.request_id] = new
         self.events_by_id[new.request_id] = []
         return new.request_id

@@ -65,7 +65,7 @@ def test_b04_a_preempted_long_prefill_returns_only_when_all_of_it_fits() -> None
     for _ in range(4):
         bench.submit(10, max_tokens=300)
     bench.step()
-    long = bench.submit(500, max_tokens=30)
+    long = bench.submit(500, max_tokens=30, priority=1)
     bench.run()
     bench.assert_outputs_are_right()
     assert bench.num_restarts_of(long) >= 1, "the case was not provoked"
@@ -122,6 +122,30 @@ def test_b07_pairs_of_boundary_lengths_in_one_batch_change_nothing() -> None:
         bench.run()
         bench.assert_outputs_are_right()
         bench.assert_idle()
+
+
+@pytest.mark.parametrize("token_budget", [7, 16, 64, 1000])
+@pytest.mark.parametrize("length", [1, 15, 16, 63, 128, 200, 255])
+def test_b11_every_token_of_a_prompt_reaches_the_model_once_and_in_order(length: int, token_budget: int) -> None:
+    bench = Bench(num_blocks=16, block_size=16, token_budget=token_budget)
+    request = bench.submit(length, max_tokens=1)
+    bench.run()
+    reached = [token for plan in bench.runner.plans for chunk in plan.chunks for token in chunk.token_ids]
+    assert tuple(reached) == bench.new_by_id[request].prompt_token_ids
+    assert sum(report.num_prefill_tokens for report in bench.reports) == length
+
+
+@pytest.mark.parametrize("length", [64, 128, 200])
+def test_b11_of_a_prompt_that_the_pool_cannot_hold_no_token_reaches_the_model(length: int) -> None:
+    bench = Bench(num_blocks=4, block_size=16, token_budget=48)
+    with pytest.raises(ContextLengthExceededError, match=f"{length} prompt"):
+        bench.submit(length, max_tokens=1)
+    bench.run()
+    assert bench.runner.plans == []
+    bench.submit(63, max_tokens=1)
+    bench.run()
+    bench.assert_outputs_are_right()
+    bench.assert_idle()
 
 
 @pytest.mark.parametrize("num_chunks", [1, 5, 9])
@@ -200,15 +224,40 @@ def test_b17_a_long_prefill_stops_no_decode_and_is_not_stopped_by_them() -> None
         assert max(gap for gap in gaps if gap is not None) <= longest_step + 1e-9
 
 
-def test_b20_one_that_does_not_fit_waits_and_those_behind_it_wait_too() -> None:
-    bench = small_bench()
-    bench.submit(700, max_tokens=20)
+@pytest.mark.parametrize("seconds_between", [0.05, 0.3])
+def test_b20_one_that_does_not_fit_is_passed_by_small_ones_until_it_is_overdue_and_then_by_nobody(
+    seconds_between: float,
+) -> None:
+    bench = Bench(num_blocks=64, block_size=16, token_budget=64, max_prefill_wait_seconds=1.0)
+    running = bench.submit(700, max_tokens=300)
     bench.step()
     large = bench.submit(500)
-    small = [bench.submit(20) for _ in range(10)]
+    submitted_at, small_after = bench.clock.now, []
     while not bench.chunk_sizes_of(large):
-        assert not any(bench.chunk_sizes_of(request) for request in small)
-        bench.step()
+        small = bench.submit(20)
+        late = bench.clock.now - submitted_at > 1.0
+        next_at = bench.clock.now + seconds_between
+        while bench.clock.now < next_at and not bench.chunk_sizes_of(large):
+            bench.step()
+        small_after += [bool(bench.chunk_sizes_of(small))] if late and not bench.chunk_sizes_of(large) else []
+        assert late or bench.chunk_sizes_of(small), "a small one that fits waited though the large one was not overdue"
+    assert small_after, "the case was not provoked"
+    assert not any(small_after), "a small one passed one that was overdue"
+    assert bench.finish_reason_of(running) == "length", "it came in as soon as there was room"
     bench.run()
     bench.assert_outputs_are_right()
     bench.assert_idle()
+
+
+def test_b18_short_prompts_that_arrive_amid_a_long_prefill_begin_at_once() -> None:
+    bench = Bench(token_budget=64)
+    long = bench.submit(6400, max_tokens=1)
+    bench.steps(5)
+    for _ in range(10):
+        bench.submit(10)
+    bench.steps(3)
+    for request_id in list(bench.new_by_id)[1:]:
+        assert bench.output_of(request_id), "a short prompt waited behind the long one"
+    assert len(bench.chunk_sizes_of(long)) == 8, "and the long one moved in every step"
+    bench.run()
+    bench.assert_outputs_are_right()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from stallfree_shared.errors import ContextLengthExceededError, InvalidRequestError, OverloadedError
@@ -249,16 +251,23 @@ def test_reports_count_recomputed_tokens() -> None:
 def test_status_counts_the_work_that_is_left() -> None:
     bench = Bench(token_budget=16, max_num_seqs=1)
     bench.submit(40, max_tokens=10)
-    bench.submit(30, max_tokens=7)
+    bench.submit(60, max_tokens=7)
     bench.step()
     status = bench.engine.status()
     assert (status.requests_running, status.requests_waiting) == (1, 1)
-    assert status.prefill_tokens_left == 24 + 30
+    assert status.prefill_tokens_left == 24 + 60
     assert status.expected_output_tokens_left == 17
     bench.steps(3)
     status = bench.engine.status()
-    assert status.prefill_tokens_left == 30
+    assert status.prefill_tokens_left == 60
     assert status.expected_output_tokens_left == 15
+
+
+def test_no_output_is_expected_to_be_longer_than_it_may_be() -> None:
+    bench = Bench()
+    new = bench.new_by_id[bench.submit(5, max_tokens=4)]
+    bench.engine.submit(dataclasses.replace(new, request_id=RequestId("x"), expected_output_tokens=float("inf")))
+    assert bench.engine.status().expected_output_tokens_left == 4 + 4
 
 
 def test_a_step_without_work_computes_nothing() -> None:

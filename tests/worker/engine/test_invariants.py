@@ -20,11 +20,13 @@ from hypothesis.stateful import (
 )
 
 from stallfree_shared.wire import RequestId
-from stallfree_worker.engine.step import StepPlan
-from tests.worker.engine.bench import Bench, MovingBudget
+from stallfree_worker.engine.step import KVGroup, StepPlan
+from tests.worker.engine.bench import Bench, MovingBudget, prompt_of
 from tests.worker.engine.checked_runner import do_nothing
 
 NUM_RUNS = 1_000
+WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (None,), (None, 5), (3,), (None, 4, 4))
+"""Of the model's KV groups."""
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -32,34 +34,89 @@ class EngineMachine(RuleBasedStateMachine):
     num_preemptions = 0
     num_restarts = 0
     num_cancels_in_flight = 0
+    num_cached_tokens = 0
 
     @initialize(
         num_blocks=st.integers(2, 8),
         block_size=st.integers(1, 4),
         token_budget=st.integers(1, 24),
         max_num_seqs=st.integers(1, 6),
+        windows=st.sampled_from(WINDOWS),
+        has_prefix_cache=st.sampled_from([True, True, False]),
     )
-    def start(self, num_blocks: int, block_size: int, token_budget: int, max_num_seqs: int) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        token_budget: int,
+        max_num_seqs: int,
+        windows: tuple[int | None, ...],
+        *,
+        has_prefix_cache: bool,
+    ) -> None:
         type(self).num_runs += 1
         self.budget = MovingBudget(token_budget)
-        self.bench = Bench(num_blocks=num_blocks, block_size=block_size, budget=self.budget, max_num_seqs=max_num_seqs)
-        self.capacity = num_blocks * block_size
+        self.bench = Bench(
+            num_blocks=num_blocks * len(windows),
+            block_size=block_size,
+            max_model_len=num_blocks * block_size,
+            budget=self.budget,
+            max_num_seqs=max_num_seqs,
+            kv_groups=tuple(KVGroup(window_tokens=window) for window in windows),
+            has_prefix_cache=has_prefix_cache,
+            max_prefill_wait_seconds=1.0,
+            priority_step_seconds=5.0,
+        )
+        self.capacity = self.bench.engine.max_model_len
         self.arrivals: dict[RequestId, int] = {}
         """Requests inside the engine, and their place in the order of arrival."""
         self.decoding: set[RequestId] = set()
         """Requests that the last step gave a token, and that go on."""
-        self.num_left_before: dict[RequestId, int] = {}
-        """For each request, how many older ones have left the engine since it came."""
+        self.running: set[RequestId] = set()
+        """Requests that hold blocks."""
 
-    @rule(prompt=st.integers(1, 100), max_tokens=st.integers(1, 100))
-    def submit(self, prompt: int, max_tokens: int) -> None:
-        self._submit(prompt, max_tokens)
+    @rule(
+        prompt=st.integers(1, 100),
+        max_tokens=st.integers(1, 100),
+        priority=st.integers(-1, 2),
+        ttft_target_seconds=st.sampled_from([0.02, 0.5, 5.0]),
+        text=st.sampled_from([None, 0, 0, 1]),
+        cache_salt=st.sampled_from(["", "", "x"]),
+    )
+    def submit(
+        self,
+        prompt: int,
+        max_tokens: int,
+        priority: int,
+        ttft_target_seconds: float,
+        text: int | None,
+        cache_salt: str,
+    ) -> None:
+        self._submit(
+            prompt,
+            max_tokens,
+            priority=priority,
+            ttft_target_seconds=ttft_target_seconds,
+            text=text,
+            cache_salt=cache_salt,
+        )
+
+    @rule(prompt=st.integers(1, 30), count=st.integers(2, 5), max_tokens=st.integers(1, 10))
+    def submit_siblings(self, prompt: int, count: int, max_tokens: int) -> None:
+        """Several answers to one prompt."""
+        for _ in range(count):
+            self._submit(prompt, max_tokens, text=0)
 
     @rule(prompt=st.integers(1, 8), count=st.integers(2, 5))
     def submit_long_answers(self, prompt: int, count: int) -> None:
         """Requests that all fit at first, and that together outgrow the cache."""
         for _ in range(count):
             self._submit(prompt, self.capacity)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 10.0]))
+    def wait(self, seconds: float) -> None:
+        """Nothing is computed for a while: requests become urgent and overdue, and age."""
+        self.bench.clock.now += seconds
 
     @rule(count=st.integers(1, 10))
     def step(self, count: int) -> None:
@@ -108,13 +165,29 @@ class EngineMachine(RuleBasedStateMachine):
             self._step_once()
         self.bench.assert_idle()
         type(self).num_preemptions += sum(report.num_preemptions for report in self.bench.reports)
+        type(self).num_cached_tokens += sum(report.num_prefix_hit_tokens for report in self.bench.reports)
         type(self).num_restarts += sum(len(restarts) for restarts in self.bench.runner.restarts_by_id.values())
 
-    def _submit(self, prompt: int, max_tokens: int) -> None:
+    def _submit(
+        self,
+        prompt: int,
+        max_tokens: int,
+        *,
+        priority: int = 0,
+        ttft_target_seconds: float = 5.0,
+        text: int | None = None,
+        cache_salt: str = "",
+    ) -> None:
+        """`text` is the number of a text that prompts of any length begin; None: one that nobody else has."""
         prompt = min(prompt, self.capacity - 1)
-        request_id = self.bench.submit(prompt, max_tokens=min(max_tokens, self.capacity - prompt))
+        request_id = self.bench.submit(
+            prompt if text is None else prompt_of(prompt, text),
+            cache_salt=cache_salt,
+            max_tokens=min(max_tokens, self.capacity - prompt),
+            priority=priority,
+            ttft_target_seconds=ttft_target_seconds,
+        )
         self.arrivals[request_id] = len(self.bench.new_by_id)
-        self.num_left_before[request_id] = 0
 
     def _step_once(self, cancelled: RequestId | None = None) -> None:
         has_work = self.bench.engine.has_work
@@ -140,18 +213,22 @@ class EngineMachine(RuleBasedStateMachine):
         assert len(planned) <= self.bench.settings.max_num_seqs
         missing = self.decoding - planned
         assert len(missing) <= plan.num_preemptions, "a decode was left out of the step"
-        if missing:
-            oldest_missing = min(self.arrivals[request_id] for request_id in missing)
-            youngest_planned = max(self.arrivals[request_id] for request_id in planned)
-            assert youngest_planned < oldest_missing, "an older request lost its blocks to a younger one"
-        for request_id in planned:
-            assert self.bench.num_restarts_of(request_id) <= self.num_left_before[request_id], "evicted in a circle"
+        self._check_evictions(set(plan.preempted_request_ids))
+        self.running = (self.running | planned) - set(plan.preempted_request_ids)
+
+    def _check_evictions(self, evicted: set[RequestId]) -> None:
+        """Who has the best priority, and is the oldest of those, loses its blocks to a better priority only."""
+        if self.running and (oldest := min(self.running, key=self._seniority)) in evicted:
+            better = [other for other in self.arrivals if self._seniority(other)[0] < self._seniority(oldest)[0]]
+            assert better, "the oldest lost its blocks"
+
+    def _seniority(self, request_id: RequestId) -> tuple[int, int]:
+        return self.bench.new_by_id[request_id].priority, self.arrivals[request_id]
 
     def _leave(self, request_id: RequestId) -> None:
-        arrival = self.arrivals.pop(request_id)
+        del self.arrivals[request_id]
         self.decoding.discard(request_id)
-        for other, other_arrival in self.arrivals.items():
-            self.num_left_before[other] += other_arrival > arrival
+        self.running.discard(request_id)
 
 
 def test_invariants_hold_over_random_submits_steps_and_cancels(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,5 +247,6 @@ def test_invariants_hold_over_random_submits_steps_and_cancels(capsys: pytest.Ca
     with capsys.disabled():
         sys.stdout.write(
             f"\nengine state machine: {EngineMachine.num_runs} runs, {EngineMachine.num_preemptions} preemptions, "
-            f"{EngineMachine.num_restarts} restarts, {EngineMachine.num_cancels_in_flight} cancels in flight\n"
+            f"{EngineMachine.num_restarts} restarts, {EngineMachine.num_cancels_in_flight} cancels in flight, "
+            f"{EngineMachine.num_cached_tokens} tokens from the prefix cache\n"
         )

@@ -59,6 +59,7 @@ class Load:
                 prompt_token_ids=(50,) * num_tokens,
                 sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
                 tbt_target_seconds=self.settings.tbt_target_seconds,
+                cache_salt=f"{self.num_submitted}",  # all these prompts are alike, and none shall find another's blocks
             )
         )
 

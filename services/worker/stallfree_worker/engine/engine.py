@@ -6,7 +6,6 @@ processes, sockets or tensors. The engine's process calls it, one call at a time
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -15,10 +14,12 @@ from stallfree_shared.wire import RequestId
 from stallfree_worker.engine.batching import RULES
 from stallfree_worker.engine.batching.batch import BatchLimits
 from stallfree_worker.engine.block_manager import BlockManager
+from stallfree_worker.engine.kv_layout import KVLayout
+from stallfree_worker.engine.order import ArrivalOrder, UrgencyOrder
 from stallfree_worker.engine.scheduler import Scheduler
-from stallfree_worker.engine.step import EngineStatus, NewRequest, Runner, StepReport
+from stallfree_worker.engine.step import EngineStatus, NewRequest, Runner, StepPlan, StepRecord, StepReport
 from stallfree_worker.engine.step_time import StepShape, StepTimeModel
-from stallfree_worker.engine.token_budget import TokenBudget, make_token_budget
+from stallfree_worker.engine.token_budget import BUDGET_QUANTILE, TokenBudget, make_token_budget
 from stallfree_worker.settings import SchedulerSettings
 
 _MAX_RETRY_AFTER_SECONDS = 60.0
@@ -32,25 +33,40 @@ class Engine:
         clock: Callable[[], float],
         *,
         budget: TokenBudget | None = None,
+        has_prefix_cache: bool = True,
     ) -> None:
         """`clock` gives monotonic seconds. `budget` is by default that of the settings."""
         self._settings = settings
         self._runner = runner
         self._clock = clock
         self._step_time = StepTimeModel()
+        self._last_ended_at: float | None = None
+        """The end of the step before, where it left work behind."""
         self._budget = budget or make_token_budget(settings, self._step_time)
+        rule = RULES[settings.batching]()
+        self._layout = _kv_layout(
+            runner, largest_chunk_tokens=None if rule.takes_whole_prompts else settings.max_step_tokens
+        )
+        self._max_model_len = self._layout.most_tokens(runner.num_blocks, limit=runner.max_model_len)
         self._scheduler = Scheduler(
-            rule=RULES[settings.batching](),
+            rule=rule,
+            order=ArrivalOrder() if rule.is_by_arrival else UrgencyOrder(settings, self._prefill_seconds_per_token),
             budget=self._budget,
-            blocks=BlockManager(num_blocks=runner.num_blocks, block_size=runner.block_size),
+            blocks=BlockManager(num_blocks=runner.num_blocks, layout=self._layout),
             limits=BatchLimits(max_num_seqs=settings.max_num_seqs, max_model_len=self.max_model_len),
             eos_token_ids=runner.eos_token_ids,
+            has_prefix_cache=has_prefix_cache,
         )
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and output together: by the model, and by what the whole KV cache holds."""
-        return min(self._runner.max_model_len, self._runner.num_blocks * self._runner.block_size)
+        return self._max_model_len
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the KV cache holds in requests of the longest kind."""
+        return self._layout.tokens_held(self._runner.num_blocks, num_tokens=self.max_model_len)
 
     @property
     def has_work(self) -> bool:
@@ -84,23 +100,21 @@ class Engine:
         started_at = self._clock()
         plan = self._scheduler.schedule(started_at)
         if plan is None:
+            self._last_ended_at = None
             return StepReport(events=(), status=self.status())
+        prediction = self._predict(plan)
+        scheduled_at = self._clock()
         result = self._runner.execute(plan)
-        ended_at = self._clock()
-        events = self._scheduler.apply(result, ended_at)
-        self._step_time.observe(plan.shape, ended_at - started_at)
-        return StepReport(
-            events=events,
-            status=self.status(),
-            step_seconds=ended_at - started_at,
-            num_decode_tokens=plan.num_decode_tokens,
-            num_prefill_tokens=plan.num_prefill_tokens,
-            num_preemptions=plan.num_preemptions,
-            num_recomputed_tokens=plan.num_recomputed_tokens,
-        )
+        executed_at = self._clock()
+        events = self._scheduler.apply(result, executed_at)
+        instants = (started_at, scheduled_at, executed_at, self._clock())
+        record = self._record(plan, prediction, instants)
+        self._step_time.observe(plan.shape, record.seconds)
+        self._last_ended_at = instants[-1] if self.has_work else None
+        return StepReport(events=events, status=self.status(), record=record)
 
     def status(self) -> EngineStatus:
-        scheduler = self._scheduler
+        scheduler, now = self._scheduler, self._clock()
         return EngineStatus(
             requests_running=scheduler.num_running,
             requests_waiting=scheduler.num_waiting,
@@ -111,11 +125,47 @@ class Engine:
             expected_output_tokens_left=scheduler.num_expected_output_tokens_left,
             step_time=self._step_time.summary,
             step_time_error_ratio=self._step_time.error_ratio,
+            longest_decode_wait_seconds=scheduler.longest_decode_wait(now),
+            longest_prefill_wait_seconds=scheduler.longest_prefill_wait(now),
         )
 
     def check_integrity(self) -> None:
         """Raises IntegrityError where something inside the engine contradicts itself."""
         self._scheduler.check_integrity()
+
+    def _predict(self, plan: StepPlan) -> tuple[float, float]:
+        """Seconds that the step will take: the expectation, and what it stays below most often."""
+        predict = self._step_time.predict
+        return predict(plan.shape), predict(plan.shape, quantile=BUDGET_QUANTILE)
+
+    def _record(
+        self, plan: StepPlan, prediction: tuple[float, float], instants: tuple[float, float, float, float]
+    ) -> StepRecord:
+        """`instants` are those at which the step began, was scheduled, was executed and was applied."""
+        started_at, scheduled_at, executed_at, applied_at = instants
+        return StepRecord(
+            step_id=plan.step_id,
+            started_at=started_at,
+            schedule_seconds=scheduled_at - started_at,
+            execute_seconds=executed_at - scheduled_at,
+            apply_seconds=applied_at - executed_at,
+            idle_seconds=None if self._last_ended_at is None else started_at - self._last_ended_at,
+            predicted_seconds=prediction[0],
+            predicted_quantile_seconds=prediction[1],
+            budget_seconds=plan.budget_seconds,
+            budget_tokens=plan.budget_tokens,
+            request_ids=tuple([chunk.request_id for chunk in plan.chunks]),
+            chunk_tokens=tuple([len(chunk.token_ids) for chunk in plan.chunks]),
+            context_tokens=tuple([chunk.num_computed_tokens for chunk in plan.chunks]),
+            num_decodes=plan.num_decode_tokens,
+            num_recomputed_tokens=plan.num_recomputed_tokens,
+            num_prefix_query_tokens=plan.num_prefix_query_tokens,
+            num_prefix_hit_tokens=plan.num_prefix_hit_tokens,
+            preempted_request_ids=plan.preempted_request_ids,
+            requests_running=self._scheduler.num_running,
+            requests_waiting=self._scheduler.num_waiting,
+            num_free_blocks=self._scheduler.num_free_blocks,
+        )
 
     def _refuse_invalid(self, new: NewRequest) -> None:
         if not new.prompt_token_ids:
@@ -151,7 +201,24 @@ class Engine:
         raise OverloadedError(message, retry_after_seconds=self._seconds_to_prefill_waiting())
 
     def _seconds_to_prefill_waiting(self) -> float:
-        step_tokens = self._budget.typical_tokens
-        num_steps = math.ceil(self._scheduler.num_waiting_tokens / step_tokens)
-        seconds = num_steps * self._step_time.predict(StepShape(num_tokens=step_tokens))
+        seconds = self._scheduler.num_waiting_tokens * self._prefill_seconds_per_token()
         return min(max(1.0, seconds), _MAX_RETRY_AFTER_SECONDS)
+
+    def _prefill_seconds_per_token(self) -> float:
+        """In a step of the size that is usual now where prefills are waiting."""
+        step_tokens = max(1, self._budget.typical_tokens)
+        return self._step_time.predict(StepShape(num_tokens=step_tokens)) / step_tokens
+
+
+def _kv_layout(runner: Runner, *, largest_chunk_tokens: int | None) -> KVLayout:
+    """Without a largest chunk, prompts are computed whole."""
+    groups, block_size, longest = runner.kv_groups, runner.block_size, runner.max_model_len
+    if largest_chunk_tokens is None:
+        return KVLayout(groups, block_size=block_size, largest_chunk_tokens=longest)
+    return KVLayout.fitting(
+        groups,
+        block_size=block_size,
+        largest_chunk_tokens=largest_chunk_tokens,
+        num_blocks=runner.num_blocks,
+        num_tokens=longest,
+    )

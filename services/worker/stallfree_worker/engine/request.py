@@ -10,8 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from stallfree_shared.wire import FinishReason, RequestId
-from stallfree_worker.engine.step import Chunk, NewRequest
+from stallfree_shared.wire import FinishReason, RequestId, SamplingParams, TokenLogprobs
+from stallfree_worker.engine.integrity import require
+from stallfree_worker.engine.prefix_hashes import PrefixHashes
+from stallfree_worker.engine.step import BlockTable, Chunk, NewRequest, TokenHistory
+
+Line = tuple[int, int, int]
+"""Names the requests that are served in order of arrival among themselves: priority, size and target alike."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -22,6 +27,8 @@ class Request:
     arrival_number: int
     """Position in the order of submission; kept through preemptions."""
     submitted_at: float
+    prefix_hashes: PrefixHashes | None = None
+    """The names of its full blocks in the prefix cache; None where that is off."""
     request_id: RequestId = field(init=False)
     """That of `new`; a field, like `num_tokens`, because it is read many times per token."""
     output_token_ids: list[int] = field(default_factory=list)
@@ -31,13 +38,29 @@ class Request:
     """Tokens whose keys and values are in the request's blocks."""
     max_computed_tokens: int = 0
     """The highest that `num_computed_tokens` ever was: what lies below it is computed anew."""
+    num_cached_tokens: int | None = None
+    """Tokens that the prefix cache spared when the request was first admitted; None before."""
+    num_spared_tokens: int = 0
+    """While the request waits, tokens that it will likely not have to compute: what the prefix cache had when it began
+    to wait. While it runs, leading tokens that others hold too, so that they stay if it is preempted."""
+    num_prompt_logprobs_told: int = 0
+    """Prompt tokens, from the second on, whose log-probabilities have left the engine: they leave once."""
+    line: Line = (0, 0, 0)
+    """The one that it waits in, or last waited in."""
+    waits_since: float = field(init=False)
+    """The end of its last chunk, or its submission."""
     last_token_at: float | None = None
     was_preempted_since_last_token: bool = False
+    is_draw_postponed: bool = False
+    """All is computed but for the last token, which is to be computed again: its draw was postponed."""
     is_cancelled: bool = False
+    _looks_back: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.request_id = self.new.request_id
         self.num_tokens = len(self.new.prompt_token_ids)
+        self.waits_since = self.submitted_at
+        self._looks_back = _looks_back(self.new.sampling) or self.new.sampling.prompt_logprobs is not None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -48,9 +71,20 @@ class Request:
         return self.num_tokens - self.num_computed_tokens
 
     @property
+    def num_uncached_tokens(self) -> int:
+        """Of a waiting request, what it likely has to compute before its next token."""
+        return max(1, self.num_tokens - self.num_spared_tokens)
+
+    @property
+    def readable_hashes(self) -> PrefixHashes | None:
+        """What it may look up in the prefix cache. Nothing, where the log-probabilities of all prompt tokens are asked
+        for: they must all be computed."""
+        return self.prefix_hashes if self.new.sampling.prompt_logprobs is None else None
+
+    @property
     def is_decoding(self) -> bool:
-        """Whether only the token drawn last is left to compute."""
-        return bool(self.output_token_ids) and self.num_tokens_left == 1
+        """Whether only the token drawn last is left to compute, or the last again because its draw was postponed."""
+        return self.num_tokens_left == 1 and (bool(self.output_token_ids) or self.is_draw_postponed)
 
     @property
     def next_token_due_at(self) -> float:
@@ -59,39 +93,52 @@ class Request:
 
     @property
     def expected_output_tokens_left(self) -> int:
-        expected = min(math.ceil(self.new.expected_output_tokens), self.new.sampling.max_tokens)
+        expected = math.ceil(min(self.new.expected_output_tokens, self.new.sampling.max_tokens))
         return max(0, expected - len(self.output_token_ids))
 
-    def next_chunk(self, num_tokens: int, block_table: tuple[int, ...]) -> Chunk:
+    def next_chunk(self, num_tokens: int, block_tables: tuple[BlockTable, ...], *, num_shared_tokens: int) -> Chunk:
         """The next `num_tokens` tokens to compute, as a message. Copies these tokens and no others."""
         end = self.num_computed_tokens + num_tokens
         return Chunk(
             request_id=self.request_id,
             token_ids=self._token_ids(self.num_computed_tokens, end),
             num_computed_tokens=self.num_computed_tokens,
-            block_table=block_table,
+            block_tables=block_tables,
+            num_shared_tokens=num_shared_tokens,
             sampling=self.new.sampling,
             output_index=len(self.output_token_ids) if end == self.num_tokens else None,
+            history=self._history(end) if self._looks_back else None,
         )
 
     def num_recomputed_tokens(self, num_tokens: int) -> int:
         """How many of the next `num_tokens` tokens had been computed before and were lost to a preemption."""
         return max(0, min(num_tokens, self.max_computed_tokens - self.num_computed_tokens))
 
-    def advance(self, num_tokens: int) -> None:
-        """Notes that the next `num_tokens` tokens are computed."""
+    def begin(self, num_computed_tokens: int) -> None:
+        """Notes that the request runs; so many tokens the prefix cache spares it."""
+        self.num_computed_tokens = num_computed_tokens
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = num_computed_tokens
+
+    def advance(self, num_tokens: int, now: float) -> None:
+        """Notes that the next `num_tokens` tokens are computed, in a step that ends `now`."""
+        self.waits_since = now
         self.num_computed_tokens += num_tokens
         self.max_computed_tokens = max(self.max_computed_tokens, self.num_computed_tokens)
 
     def restart(self) -> None:
         """Forgets what was computed, and nothing else: output, instants and limits stand."""
         self.num_computed_tokens = 0
+        self.is_draw_postponed = False
         self.was_preempted_since_last_token = True
 
     def add_output(self, token_id: int, now: float) -> None:
         self.output_token_ids.append(token_id)
+        if self.prefix_hashes is not None:
+            self.prefix_hashes.append(token_id)
         self.num_tokens += 1
         self.last_token_at = now
+        self.is_draw_postponed = False
         self.was_preempted_since_last_token = False
 
     def finish_reason(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
@@ -104,6 +151,32 @@ class Request:
             return "stop"
         return "length" if len(self.output_token_ids) + 1 >= sampling.max_tokens else None
 
+    def num_scored_tokens(self, num_tokens: int) -> int:
+        """How many of the next `num_tokens` tokens tell how likely the prompt token behind them is."""
+        end = min(self.num_computed_tokens + num_tokens, self.num_prompt_tokens - 1)
+        if self.new.sampling.prompt_logprobs is None or end <= self.num_prompt_logprobs_told:
+            return 0
+        return end - self.num_computed_tokens
+
+    def take_prompt_logprobs(self, first: int, logprobs: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...] | None:
+        """Those of `logprobs`, of the prompt tokens at `first` and behind, that are not told yet, and now are."""
+        num_known = self.num_prompt_logprobs_told + 1 - first
+        require(num_known >= 0, f"{self.request_id}: prompt tokens without log-probabilities")
+        fresh = logprobs[num_known:]
+        self.num_prompt_logprobs_told += len(fresh)
+        return fresh or None
+
+    def _history(self, end: int) -> TokenHistory | None:
+        """For a chunk that ends before `end`: where a token is drawn after it that depends on those before, and where
+        prompt tokens are predicted in it that are not told yet."""
+        sampling = self.new.sampling
+        draws = end == self.num_tokens and _looks_back(sampling)
+        tells = self.num_scored_tokens(end - self.num_computed_tokens) > 0
+        if not draws and not tells:
+            return None
+        outputs = tuple(self.output_token_ids) if draws else ()
+        return TokenHistory(prompt_token_ids=self.new.prompt_token_ids, output_token_ids=outputs)
+
     def _token_ids(self, start: int, end: int) -> tuple[int, ...]:
         prompt = self.new.prompt_token_ids
         num_prompt = len(prompt)
@@ -111,3 +184,13 @@ class Request:
             return prompt[start:end]
         outputs = tuple(self.output_token_ids[max(0, start - num_prompt) : end - num_prompt])
         return prompt[start:num_prompt] + outputs if start < num_prompt else outputs
+
+
+def _looks_back(sampling: SamplingParams) -> bool:
+    """Whether the draw of a token depends on the tokens before it other than through the model."""
+    return bool(
+        sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1
+        or sampling.structured_output is not None
+    )

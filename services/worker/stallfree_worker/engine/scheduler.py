@@ -7,18 +7,20 @@ plan, then `schedule` again. `submit` and `cancel` may come at any time between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from stallfree_shared.wire import RequestId
+from stallfree_shared.wire import RequestId, TokenLogprobs
 from stallfree_worker.engine.batching.batch import Batch, BatchLimits
 from stallfree_worker.engine.batching.rule import BatchingRule
 from stallfree_worker.engine.block_manager import BlockManager
 from stallfree_worker.engine.integrity import IntegrityError, require
+from stallfree_worker.engine.order import Order
+from stallfree_worker.engine.prefix_hashes import PrefixHashes
 from stallfree_worker.engine.queues import RequestQueues
 from stallfree_worker.engine.request import Request
-from stallfree_worker.engine.step import EngineEvent, NewRequest, StepPlan, StepResult
+from stallfree_worker.engine.step import Chunk, EngineEvent, NewRequest, StepPlan, StepResult
 from stallfree_worker.engine.token_budget import TokenBudget
-from stallfree_worker.engine.token_events import failure_event, token_event
+from stallfree_worker.engine.token_events import failure_event, prompt_logprobs_event, token_event
 
 
 class Scheduler:
@@ -26,19 +28,24 @@ class Scheduler:
         self,
         *,
         rule: BatchingRule,
+        order: Order,
         budget: TokenBudget,
         blocks: BlockManager,
         limits: BatchLimits,
         eos_token_ids: frozenset[int],
+        has_prefix_cache: bool,
     ) -> None:
         self._rule = rule
         self._budget = budget
         self._blocks = blocks
         self._limits = limits
         self._eos_token_ids = eos_token_ids
-        self._queues = RequestQueues()
+        self._has_prefix_cache = has_prefix_cache
+        self._queues = RequestQueues(order)
         self._plan: StepPlan | None = None
         self._requests_of_plan: list[Request] = []
+        self._ended_request_ids: list[RequestId] = []
+        """Since the last plan: requests that the runner is to forget."""
         self._num_submitted = 0
         self._num_steps = 0
 
@@ -56,7 +63,7 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        return self._queues.num_waiting_tokens
+        return self._queues.waiting.num_tokens
 
     @property
     def num_free_blocks(self) -> int:
@@ -66,17 +73,33 @@ class Scheduler:
     def num_prefill_tokens_left(self) -> int:
         """Tokens to compute before every request is decoding, those lost to preemptions included."""
         running = sum(request.num_tokens_left for request in self._queues.running if not request.is_decoding)
-        return running + self._queues.num_waiting_tokens
+        return running + self._queues.waiting.num_tokens
 
     @property
     def num_expected_output_tokens_left(self) -> int:
         running = sum(request.expected_output_tokens_left for request in self._queues.running)
-        return running + self._queues.num_waiting_expected_output_tokens
+        return running + self._queues.waiting.num_expected_output_tokens
+
+    def longest_decode_wait(self, now: float) -> float:
+        """Seconds since the last token of the request, among those that have drawn one, that waits longest for the
+        next. Costs nothing for requests that wait for their first."""
+        instants = [request.last_token_at for request in self._present() if request.last_token_at is not None]
+        return now - min(instants, default=now)
+
+    def longest_prefill_wait(self, now: float) -> float:
+        """Seconds without a chunk, since its last or its submission, of the prompt that waits longest for one."""
+        instants = [request.waits_since for request in self._present() if request.last_token_at is None]
+        return now - min(instants, default=now)
 
     def submit(self, new: NewRequest, now: float) -> None:
-        """Puts a request behind all others. It must fit the KV cache when it runs alone; the engine sees to that."""
+        """Takes a new request. It must fit the KV cache when it runs alone; the engine sees to that."""
         require(new.request_id not in self._queues, f"{new.request_id} is here already")
-        self._queues.enqueue(Request(new=new, arrival_number=self._num_submitted, submitted_at=now))
+        request = Request(
+            new=new, arrival_number=self._num_submitted, submitted_at=now, prefix_hashes=self._prefix_hashes(new)
+        )
+        prefix = self._blocks.find_prefix(request.readable_hashes, request.num_tokens)
+        request.num_spared_tokens = prefix.num_computed_tokens
+        self._queues.enqueue(request)
         self._num_submitted += 1
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -89,6 +112,7 @@ class Scheduler:
             return False
         request, was_running = removed
         request.is_cancelled = True
+        self._note_end(request)
         if was_running and not self._is_in_flight(request):
             self._blocks.free(request_id)
         return True
@@ -96,15 +120,29 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The step that begins at `now`; None if there is nothing to compute. Costs nothing for requests that wait."""
         require(self._plan is None, "the step before has not been applied")
-        deadlines = [request.next_token_due_at for request in self._queues.running if request.is_decoding]
+        deadlines = [
+            request.next_token_due_at
+            for request in self._queues.running
+            if request.last_token_at is not None and request.is_decoding
+        ]
         budget = self._budget.for_step(token_deadlines=deadlines, now=now)
-        batch = Batch(queues=self._queues, blocks=self._blocks, budget=budget, limits=self._limits)
+        batch = Batch(
+            queues=self._queues,
+            blocks=self._blocks,
+            budget=budget,
+            limits=self._limits,
+            ranking=self._queues.order.at(now, best_priority=self._queues.best_priority),
+        )
         self._rule.compose(batch)
-        self._plan = batch.plan(self._num_steps)
-        require(self._plan is not None or self._is_idle, "the rule left every request out")
+        self._plan = batch.plan(self._num_steps, ended_request_ids=tuple(self._ended_request_ids))
+        if self._plan is None and not self._is_idle:
+            raise IntegrityError(f"the rule left every request out: {self._needs_of_first()}")
         self._requests_of_plan = batch.requests
         if self._plan is not None:
             self._num_steps += 1
+            self._ended_request_ids.clear()
+        if self._plan is not None and batch.is_limited:
+            self._budget.note_limited(self._plan.num_tokens)
         return self._plan
 
     def apply(self, result: StepResult, now: float) -> tuple[EngineEvent, ...]:
@@ -122,9 +160,14 @@ class Scheduler:
             if request.is_cancelled:
                 self._blocks.free(request.request_id)
                 continue
-            request.advance(len(chunk.token_ids))
-            if chunk.output_index is not None:
-                events.append(self._take_output(request, result, now=now, plan=plan))
+            request.is_draw_postponed = request.request_id in result.postponed_request_ids
+            request.advance(len(chunk.token_ids) - request.is_draw_postponed, now)
+            if request.request_id not in result.not_finite_request_ids:
+                # all of the chunk: where a draw is postponed, the last token stands in the cache already
+                self._blocks.commit(request.request_id, chunk.num_computed_tokens + len(chunk.token_ids))
+            event = self._take(request, chunk, result, now=now, plan=plan)
+            if event is not None:
+                events.append(event)
         self._requests_of_plan = []
         return tuple(events)
 
@@ -141,34 +184,81 @@ class Scheduler:
     def _is_idle(self) -> bool:
         return self._queues.num_running == 0 and self._queues.num_waiting == 0
 
+    def _present(self) -> Iterator[Request]:
+        """All that have had a chunk, and of those that have not the longest waiting of each line."""
+        yield from self._queues.running
+        yield from self._queues.waiting.longest_waiting()
+
+    def _needs_of_first(self) -> str:
+        """What the request that would be the next to compute asks for, and what there is."""
+        first = next(self._present())
+        return (
+            f"{first.request_id} has {first.num_tokens_left} tokens to compute; {self.num_running} run, "
+            f"{self.num_waiting} wait, {self.num_free_blocks} of {self._blocks.num_blocks} blocks are free"
+        )
+
     def _is_in_flight(self, request: Request) -> bool:
         return any(request is other for other in self._requests_of_plan)
 
-    def _take_output(self, request: Request, result: StepResult, *, now: float, plan: StepPlan) -> EngineEvent:
+    def _take(
+        self, request: Request, chunk: Chunk, result: StepResult, *, now: float, plan: StepPlan
+    ) -> EngineEvent | None:
+        """What the outside is told of a chunk: a failure, a token, log-probabilities of the prompt, or nothing."""
         failure = result.failure_by_request.get(request.request_id)
         if failure is not None:
+            if request.prefix_hashes is not None and request.request_id in result.not_finite_request_ids:
+                self._blocks.forget(request.prefix_hashes)
             self._end(request)
             return failure_event(request, failure)
+        scores = result.prompt_logprobs_by_request.get(request.request_id)
+        fresh = None if scores is None else request.take_prompt_logprobs(chunk.num_computed_tokens + 1, scores)
+        if chunk.output_index is not None and not request.is_draw_postponed:
+            return self._take_output(request, result, fresh, now=now, plan=plan)
+        return None if fresh is None else prompt_logprobs_event(request, fresh)
+
+    def _take_output(
+        self,
+        request: Request,
+        result: StepResult,
+        prompt_logprobs: tuple[TokenLogprobs, ...] | None,
+        *,
+        now: float,
+        plan: StepPlan,
+    ) -> EngineEvent:
         token_id = result.token_id_by_request.get(request.request_id)
         if token_id is None:
             raise IntegrityError(f"step {plan.step_id} gave no token for {request.request_id}")
-        finish_reason = request.finish_reason(token_id, self._eos_token_ids)
-        event = token_event(request, token_id, now=now, plan=plan, finish_reason=finish_reason)
+        is_complete = request.request_id in result.completed_request_ids
+        finish_reason = "stop" if is_complete else request.finish_reason(token_id, self._eos_token_ids)
+        event = token_event(
+            request, result, now=now, plan=plan, finish_reason=finish_reason, prompt_logprobs=prompt_logprobs
+        )
         request.add_output(token_id, now)
         if finish_reason is not None:
             self._end(request)
         return event
 
+    def _prefix_hashes(self, new: NewRequest) -> PrefixHashes | None:
+        if not self._has_prefix_cache:
+            return None
+        block_size = self._blocks.layout.block_size
+        return PrefixHashes(new.prompt_token_ids, block_size=block_size, salt=new.cache_salt)
+
     def _end(self, request: Request) -> None:
         self._queues.remove(request.request_id)
         self._blocks.free(request.request_id)
+        self._note_end(request)
+
+    def _note_end(self, request: Request) -> None:
+        if request.new.sampling.structured_output is not None:
+            self._ended_request_ids.append(request.request_id)
 
     def _check_owners(self, requests: Iterable[Request]) -> None:
         by_id = {request.request_id: request for request in requests}
         require(by_id.keys() == self._blocks.owners, "blocks are held by others than the running requests")
         for request_id, request in by_id.items():
-            num_slots = len(self._blocks.block_table(request_id)) * self._blocks.block_size
-            require(request.num_computed_tokens <= num_slots, f"{request_id}: computed tokens without a block")
+            num_covered = self._blocks.num_covered_tokens(request_id)
+            require(request.num_computed_tokens <= num_covered, f"{request_id}: computed tokens without a block")
             require(request.num_tokens_left > 0, f"{request_id}: runs with nothing to compute")
             num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
             require(request.num_tokens == num_tokens, f"{request_id}: its tokens are counted wrongly")

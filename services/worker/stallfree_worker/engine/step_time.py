@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stallfree_shared.worker_status import StepTimeCoefficients
 
@@ -56,7 +57,8 @@ class StepShape:
     num_prefill_tokens: int = 0
     """Those of `num_tokens` that are no decodes."""
     num_rows: int = 0
-    """Chunks that draw a token: the output layer computes these rows only."""
+    """Chunks that draw a token, and prompt tokens that tell how likely the next one was: the output layer computes
+    these rows only."""
     decode_context_tokens: int = 0
     """Sum of the contexts that the decodes read."""
     prefill_attention_tokens: int = 0
@@ -86,6 +88,10 @@ class StepShape:
             + num_tokens * num_tokens // 2,
             num_requests=self.num_requests + 1,
         )
+
+    def with_rows(self, num_rows: int) -> StepShape:
+        """With more rows for the output layer to compute."""
+        return replace(self, num_rows=self.num_rows + num_rows)
 
 
 _Features = tuple[float, ...]
@@ -193,7 +199,7 @@ class StepTimeModel:
         for _ in range(_NUM_SWEEPS):
             for place, row in enumerate(self._moments):
                 hold = _RIDGE + 1e-3 * row[place]
-                others = math.fsum(map(_times, row, self._coefficients)) - row[place] * self._coefficients[place]
+                others = math.fsum(map(operator.mul, row, self._coefficients)) - row[place] * self._coefficients[place]
                 best = (self._targets[place] - others + hold * near[place]) / (row[place] + hold)
                 self._coefficients[place] = max(0.0, best)
 
@@ -211,8 +217,4 @@ def _features(shape: StepShape) -> _Features:
 
 
 def _product(coefficients: list[float], features: _Features) -> float:
-    return math.fsum(map(_times, coefficients, features))
-
-
-def _times(a: float, b: float) -> float:
-    return a * b
+    return math.fsum(map(operator.mul, coefficients, features))

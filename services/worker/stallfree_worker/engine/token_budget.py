@@ -4,7 +4,7 @@ every chunk while the batch is composed. No clock: the instant is passed in."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,11 +12,25 @@ from stallfree_worker.engine.step_time import StepShape, StepTimeModel
 from stallfree_worker.settings import SchedulerSettings
 
 _TYPICAL_GAIN = 0.1
+BUDGET_QUANTILE = 0.95
+"""Of the predicted step time: this share of the steps fits a budget in seconds."""
+_SMALLEST_CHUNK_TOKENS = 128
+"""Of the table by position, at the end of a long prompt; less where steps are smaller."""
 MIN_CHUNK_TOKENS = 16
 """Prefill tokens that every step may carry, however late its decodes are: a prefill always moves."""
 
 
 class StepBudget(Protocol):
+    @property
+    def limit_seconds(self) -> float | None:
+        """What the step may take; None where the budget does not reckon in seconds."""
+        ...
+
+    @property
+    def limit_tokens(self) -> int | None:
+        """What the step may hold, decodes included; None where that is no one number."""
+        ...
+
     def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int) -> int:
         """Tokens of a chunk that may join a step of `shape`: 0 to `most`. `context_tokens` of its request are computed
         already, and `most` are left."""
@@ -34,12 +48,22 @@ class TokenBudget(Protocol):
         next tokens are due by their TBT targets."""
         ...
 
+    def note_limited(self, num_tokens: int) -> None:
+        """A step was planned with `num_tokens` tokens, and prefills wanted more of it."""
+        ...
+
 
 class FixedTokenBudget:
     """The same number of tokens for every step: τ of Sarathi-Serve (arXiv 2403.02310, §4.3). Decodes count."""
 
+    limit_seconds = None
+
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
+
+    @property
+    def limit_tokens(self) -> int:
+        return self._max_tokens
 
     @property
     def typical_tokens(self) -> int:
@@ -54,13 +78,16 @@ class FixedTokenBudget:
         # Decodes go whether the budget holds them or not, so a step may be beyond it already.
         return max(0, min(most, self._max_tokens - shape.num_tokens))
 
+    def note_limited(self, num_tokens: int) -> None:
+        """Nothing is learned from it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionTable:
     """Chunk sizes by position in the prompt: large ones first, shrinking as the context that they read grows."""
 
     largest_tokens: int = 2048
-    smallest_tokens: int = 128
+    smallest_tokens: int = _SMALLEST_CHUNK_TOKENS
     num_stages: int = 16
     tokens_per_stage: int = 8192
     """Prompt tokens that share a size; positions beyond the last stage have the smallest."""
@@ -74,6 +101,9 @@ class PositionTable:
 class PositionTokenBudget:
     """The dynamic chunks of Sarathi-Serve's artifact: a table over the prompt's position in place of one number. It
     makes up for attention that costs more along the prompt, and knows nothing of the load."""
+
+    limit_seconds = None
+    limit_tokens = None
 
     def __init__(self, table: PositionTable) -> None:
         self._table = table
@@ -89,6 +119,9 @@ class PositionTokenBudget:
     def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int) -> int:
         return max(0, min(most, self._table.size(context_tokens) - shape.num_tokens))
 
+    def note_limited(self, num_tokens: int) -> None:
+        """Nothing is learned from it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetLimits:
@@ -98,8 +131,7 @@ class TargetLimits:
     """Of a step without decodes: a new short prompt and a cancel must not wait behind one giant step."""
     max_step_tokens: int
     """What memory was sized for."""
-    quantile: float = 0.95
-    """Of the predicted step time: this share of steps shall fit."""
+    quantile: float = BUDGET_QUANTILE
     margin_seconds: float = 0.002
     """For what comes after the step: sampling, frames, the way to the client."""
     tile_tokens: int = 16
@@ -123,9 +155,9 @@ class TargetTokenBudget:
     def for_step(self, *, token_deadlines: Sequence[float], now: float) -> StepBudget:
         limits = self._limits
         seconds = min(token_deadlines) - now - limits.margin_seconds if token_deadlines else limits.max_step_seconds
-        return _SecondsBudget(self._step_time, limits, min(seconds, limits.max_step_seconds), self._note_limited)
+        return _SecondsBudget(self._step_time, limits, seconds)
 
-    def _note_limited(self, num_tokens: int) -> None:
+    def note_limited(self, num_tokens: int) -> None:
         before = num_tokens if self._typical_tokens is None else self._typical_tokens
         self._typical_tokens = before + _TYPICAL_GAIN * (num_tokens - before)
 
@@ -133,41 +165,37 @@ class TargetTokenBudget:
 class _SecondsBudget:
     """A budget in seconds, for one step."""
 
-    def __init__(
-        self, step_time: StepTimeModel, limits: TargetLimits, seconds: float, note_limited: Callable[[int], None]
-    ) -> None:
+    limit_tokens = None
+
+    def __init__(self, step_time: StepTimeModel, limits: TargetLimits, seconds: float) -> None:
         self._step_time = step_time
         self._limits = limits
-        self._seconds = seconds
-        self._note_limited = note_limited
+        self.limit_seconds = seconds
 
     def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int) -> int:
         most = max(0, min(most, self._limits.max_step_tokens - shape.num_tokens))
         fitting = self._most_that_fit(shape, context_tokens, most)
-        if fitting < most:
-            fitting -= (shape.num_tokens + fitting) % self._limits.tile_tokens
         floor = min(most, MIN_CHUNK_TOKENS - shape.num_prefill_tokens)
-        chosen = max(fitting, floor, 0)
-        if chosen < most:
-            self._note_limited(shape.num_tokens + chosen)
-        return chosen
+        return max(fitting, floor, 0)
 
     def _most_that_fit(self, shape: StepShape, context_tokens: int, most: int) -> int:
-        """By bisection: the predicted time never falls with more tokens."""
+        """All of them, or what fills whole tiles: by bisection, for the predicted time never falls with more tokens."""
         if most == 0 or self._fits(shape, context_tokens, most, is_last=True):
             return most
-        low, high = 0, most  # `low` fits or is 0, `high` does not
+        tile = self._limits.tile_tokens
+        begun = shape.num_tokens % tile
+        low, high = 0, -(-(most + begun) // tile)  # `low` tiles fit or are none, `high` are too many
         while high - low > 1:
             middle = (low + high) // 2
-            if self._fits(shape, context_tokens, middle, is_last=False):
+            if self._fits(shape, context_tokens, middle * tile - begun, is_last=False):
                 low = middle
             else:
                 high = middle
-        return low
+        return max(0, low * tile - begun)
 
     def _fits(self, shape: StepShape, context_tokens: int, num_tokens: int, *, is_last: bool) -> bool:
         with_chunk = shape.with_chunk(num_tokens, context_tokens, is_last=is_last)
-        return self._step_time.predict(with_chunk, quantile=self._limits.quantile) <= self._seconds
+        return self._step_time.predict(with_chunk, quantile=self._limits.quantile) <= self.limit_seconds
 
 
 def make_token_budget(settings: SchedulerSettings, step_time: StepTimeModel) -> TokenBudget:
@@ -179,6 +207,8 @@ def make_token_budget(settings: SchedulerSettings, step_time: StepTimeModel) -> 
             )
             return TargetTokenBudget(step_time, limits)
         case "by-position":
-            return PositionTokenBudget(PositionTable(largest_tokens=settings.max_num_batched_tokens))
+            largest_tokens = settings.max_num_batched_tokens
+            smallest_tokens = min(_SMALLEST_CHUNK_TOKENS, largest_tokens)
+            return PositionTokenBudget(PositionTable(largest_tokens=largest_tokens, smallest_tokens=smallest_tokens))
         case max_tokens:
             return FixedTokenBudget(max_tokens)

@@ -8,6 +8,9 @@ from stallfree_worker.engine.batching.batch import Batch
 class ChunkedOnlyRule:
     """Steps of chunks and steps of decodes take turns while there is work for both."""
 
+    is_by_arrival = True
+    takes_whole_prompts = False
+
     def __init__(self) -> None:
         self._is_prefill_turn = True
 
@@ -22,7 +25,7 @@ class ChunkedOnlyRule:
     def _add_prefills(self, batch: Batch) -> None:
         for request in batch.prefilling():
             batch.add_prefill(request)
-        while batch.has_room_for_prefill and (admitted := batch.admit()) is not None:
+        while batch.has_room_for_prefill and (admitted := batch.admit_first()) is not None:
             batch.add_prefill(admitted)
 
     def _add_decodes(self, batch: Batch) -> None:

@@ -9,9 +9,12 @@ class FasterTransformerRule:
     """A batch of requests runs to its end before the next one is admitted. Its whole prompts are computed in its first
     step. Memory is reserved for the longest request that the model takes."""
 
+    is_by_arrival = True
+    takes_whole_prompts = True
+
     def compose(self, batch: Batch) -> None:
         running = batch.decoding()
         for request in running:
             batch.add_decode(request)
-        while not running and (admitted := batch.admit(num_reserved_tokens=batch.max_model_len)) is not None:
+        while not running and (admitted := batch.admit_first(num_reserved_tokens=batch.max_model_len)) is not None:
             batch.add_whole_prefill(admitted)
