@@ -1,8 +1,8 @@
 """The router's API side, real but for its workers: a generator that echoes stands where the dispatcher would.
 
 `EchoGenerator` answers a prompt with the prompt's own tokens and then end-of-sequence, as `ScriptedRunner` does, so a
-test writes the wanted output into the prompt. `RouterUnderTest` has the application, and speaks to it in memory
-(`client`) or over real sockets (`served`).
+test writes the wanted output into the prompt; log-probabilities are those of `scripted_logprobs`. `RouterUnderTest` has
+the application, and speaks to it in memory (`client`) or over real sockets (`served`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from stallfree_router.settings import RouterSettings
 from stallfree_router.text.registry import TokenizerRegistry
 from stallfree_shared.drain import Drain
 from stallfree_shared.errors import StallfreeError
-from stallfree_shared.wire import ModelCard, Usage
-from tests.support.scripted import EOS, scripted_card, scripted_tokenizer
+from stallfree_shared.wire import ModelCard, TokenLogprobs, Usage
+from tests.support.scripted import EOS, scripted_card, scripted_logprobs, scripted_tokenizer
 
 TBT_TARGET_SECONDS = 0.2
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -57,6 +57,8 @@ class EchoGenerator:
 
     def __init__(self) -> None:
         self.tokens_per_event = 1
+        self.cached_tokens: list[int] = []
+        """Of the next generations; 0 where none is left."""
         self.generations: list[Generation] = []
         self.running = 0
         self.num_closed_early = 0
@@ -104,6 +106,11 @@ class EchoGenerator:
         if sampling.ignore_eos:
             script += [EOS] * sampling.max_tokens
         token_ids = script[: sampling.max_tokens]
+        usage = Usage(
+            prompt_tokens=len(generation.prompt_token_ids),
+            completion_tokens=len(token_ids),
+            cached_tokens=self.cached_tokens.pop(0) if self.cached_tokens else 0,
+        )
         is_stop = token_ids[-1] == EOS and not sampling.ignore_eos
         for start in range(0, len(token_ids), self.tokens_per_event):
             piece = tuple(token_ids[start : start + self.tokens_per_event])
@@ -111,13 +118,19 @@ class EchoGenerator:
             yield OutputTokens(
                 index=start,
                 token_ids=piece,
+                logprobs=_logprobs(piece, sampling.logprobs),
+                prompt_logprobs=_logprobs(generation.prompt_token_ids[1:], sampling.prompt_logprobs)
+                if start == 0
+                else None,
                 received_at=time.monotonic(),
                 tbt_target_seconds=TBT_TARGET_SECONDS,
                 finish_reason=("stop" if is_stop else "length") if is_last else None,
-                usage=Usage(prompt_tokens=len(generation.prompt_token_ids), completion_tokens=len(token_ids))
-                if is_last
-                else None,
+                usage=usage if is_last or start == 0 else None,
             )
+
+
+def _logprobs(token_ids: tuple[int, ...], num_top: int | None) -> tuple[TokenLogprobs, ...] | None:
+    return None if num_top is None else tuple(scripted_logprobs(token_id, num_top) for token_id in token_ids)
 
 
 class FakeModels:

@@ -14,6 +14,8 @@ Reserved ids bring faults. A fault happens in the step that would draw the id, i
     HANG       execute() never returns
     SLOW       an ordinary token; every step that computes one or more of it takes SCRIPTED_SLOW_SECONDS longer
 
+Log-probabilities, where they are asked for, follow from the token alone: see `scripted_logprobs`.
+
 The environment brings what concerns the whole process:
 
     SCRIPTED_STEP_SECONDS   every step takes this much longer
@@ -38,8 +40,8 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from stallfree_shared.wire import ModelCard, RequestId
-from stallfree_worker.engine.step import Chunk, StepPlan, StepResult
+from stallfree_shared.wire import ModelCard, RequestId, TokenLogprobs
+from stallfree_worker.engine.step import Chunk, KVGroup, StepPlan, StepResult
 from stallfree_worker.loaded_model import LoadedModel
 from stallfree_worker.settings import WorkerSettings
 
@@ -81,6 +83,10 @@ class ScriptedRunner:
         return self._block_size
 
     @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return (KVGroup(),)
+
+    @property
     def max_model_len(self) -> int:
         return self._max_model_len
 
@@ -104,11 +110,33 @@ class ScriptedRunner:
             else:
                 _act(token_id)
                 drawn[chunk.request_id] = token_id
-        return StepResult(step_id=plan.step_id, token_id_by_request=drawn, failure_by_request=failures)
+        return StepResult(
+            step_id=plan.step_id,
+            token_id_by_request=drawn,
+            failure_by_request=failures,
+            logprobs_by_request={
+                chunk.request_id: scripted_logprobs(drawn[chunk.request_id], chunk.sampling.logprobs)
+                for chunk in plan.chunks
+                if chunk.request_id in drawn and chunk.sampling.logprobs is not None
+            },
+            prompt_logprobs_by_request={
+                chunk.request_id: scores for chunk in plan.chunks if (scores := self._prompt_logprobs(chunk))
+            },
+        )
+
+    def _prompt_logprobs(self, chunk: Chunk) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt tokens that the rows of `chunk` predict: each row the token behind its own."""
+        num_top = chunk.sampling.prompt_logprobs
+        if num_top is None or chunk.history is None:
+            return ()
+        first = chunk.num_computed_tokens + 1
+        targets = chunk.history.prompt_token_ids[first : first + len(chunk.token_ids)]
+        return tuple(scripted_logprobs(token_id, num_top) for token_id in targets)
 
     def _store(self, chunk: Chunk) -> None:
         for position, token_id in enumerate(chunk.token_ids, chunk.num_computed_tokens):
-            self._slots[self._slot(chunk, position)] = token_id
+            if position >= chunk.num_shared_tokens:
+                self._slots[self._slot(chunk, position)] = token_id
 
     def _next(self, chunk: Chunk, output_index: int) -> int:
         num_prompt_tokens = chunk.num_computed_tokens + len(chunk.token_ids) - output_index
@@ -116,7 +144,7 @@ class ScriptedRunner:
 
     def _slot(self, chunk: Chunk, position: int) -> int:
         block, offset = divmod(position, self._block_size)
-        return chunk.block_table[block] * self._block_size + offset
+        return chunk.block_tables[0].blocks[block] * self._block_size + offset
 
     def _take_time(self, plan: StepPlan) -> None:
         seconds = float(os.environ.get("SCRIPTED_STEP_SECONDS", "0"))
@@ -134,6 +162,12 @@ def _act(token_id: int) -> None:
         os._exit(EXIT_STATUS)
     while token_id == HANG:
         time.sleep(3600)
+
+
+def scripted_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    """The token has -token_id / 256; the likeliest are it and, each less likely by 1, the ids behind it."""
+    logprob = -token_id / 256
+    return TokenLogprobs(logprob=logprob, top=tuple((token_id + rank, logprob - rank) for rank in range(num_top)))
 
 
 def scripted_tokenizer() -> Tokenizer:
@@ -179,7 +213,12 @@ def load_scripted_model(settings: WorkerSettings) -> LoadedModel:
     runner = ScriptedRunner(
         num_blocks=num_tokens // settings.block_size, block_size=settings.block_size, max_model_len=max_model_len
     )
-    return LoadedModel(runner=runner, card=card, tokenizer_path=_tokenizer_file(card.tokenizer_sha256))
+    return LoadedModel(
+        runner=runner,
+        card=card,
+        tokenizer_path=_tokenizer_file(card.tokenizer_sha256),
+        kv_cache_bytes=num_tokens * BYTES_PER_TOKEN,
+    )
 
 
 def _tokenizer_file(sha256: str) -> Path:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from stallfree_shared.wire import RequestId, SamplingParams
 from stallfree_worker.engine.engine import Engine
-from stallfree_worker.engine.step import NewRequest, Runner, StepPlan, StepResult
-from stallfree_worker.settings import SchedulerSettings
+from stallfree_worker.engine.step import KVGroup, NewRequest, Runner, StepPlan, StepResult
+from stallfree_worker.settings import BatchingName, SchedulerSettings
 from tests.worker.engine.bench import MovingBudget
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -29,6 +29,10 @@ class SmallPool:
         return self.runner.block_size
 
     @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return self.runner.kv_groups
+
+    @property
     def max_model_len(self) -> int:
         return self.runner.max_model_len
 
@@ -46,17 +50,34 @@ class EngineDriver:
     `first_budget` is the token budget of the first step, where it is to differ from that of all others.
     """
 
-    def __init__(self, runner: Runner, *, token_budget: int = WHOLE, first_budget: int | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        token_budget: int = WHOLE,
+        first_budget: int | None = None,
+        batching: BatchingName = "sarathi",
+        has_prefix_cache: bool = True,
+    ) -> None:
         self._budget = MovingBudget(first_budget or token_budget)
         self._token_budget = token_budget
         self._num_blocks = runner.num_blocks
-        self._engine = Engine(SchedulerSettings(), runner, itertools.count().__next__, budget=self._budget)
+        self._engine = Engine(
+            SchedulerSettings(batching=batching),
+            runner,
+            itertools.count().__next__,
+            budget=self._budget,
+            has_prefix_cache=has_prefix_cache,
+        )
         self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        """Tokens that the prefix cache spared."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, num_tokens: int, sampling: Sequence[SamplingParams] | None = None
     ) -> list[list[int]]:
-        """The `num_tokens` output tokens of each prompt; every block is free afterwards."""
+        """The `num_tokens` output tokens of each prompt; every block is free afterwards, if it is in the prefix
+        cache or not."""
         for index, (prompt, params) in enumerate(zip(prompts, sampling or [GREEDY] * len(prompts), strict=True)):
             self._submit(index, prompt, params.model_copy(update={"max_tokens": num_tokens, "ignore_eos": True}))
         outputs: list[list[int]] = [[] for _ in prompts]
@@ -64,6 +85,7 @@ class EngineDriver:
             report = self._engine.step()
             self._budget.max_tokens = self._token_budget
             self.num_preemptions += report.num_preemptions
+            self.num_cached_tokens += report.num_prefix_hit_tokens
             for event in report.events:
                 assert event.token_id is not None, event.error
                 outputs[int(event.request_id)].append(event.token_id)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stallfree_worker.model.attention.interface import AttentionRule, PagedSequences
+from stallfree_worker.model.attention.interface import AttentionRule, PagedSequences, PagedTables
 from stallfree_worker.model.attention.reference import ReferenceAttention
 
 BLOCK_SIZE = 4
@@ -40,11 +40,15 @@ def make_batch(query_lengths: list[int], kv_lengths: list[int]) -> tuple[PagedSe
         tables[row, :count] = torch.tensor([pool.pop() for _ in range(count)])
     sequences = PagedSequences(
         cu_seqlens_q=torch.tensor([0, *itertools.accumulate(query_lengths)], dtype=torch.int32),
-        seqlens_k=torch.tensor(kv_lengths, dtype=torch.int32),
-        block_tables=tables,
         block_size=BLOCK_SIZE,
         query_lengths=tuple(query_lengths),
-        kv_lengths=tuple(kv_lengths),
+        tables=(
+            PagedTables(
+                seqlens_k=torch.tensor(kv_lengths, dtype=torch.int32),
+                block_tables=tables,
+                kv_lengths=tuple(kv_lengths),
+            ),
+        ),
     )
     cache_shape = (sum(num_blocks) + 1, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
     k_cache, v_cache = torch.randn(cache_shape), torch.randn(cache_shape)
@@ -61,7 +65,7 @@ def test_every_query_sees_what_the_formula_says(window: int | None, softcap: flo
     out = ReferenceAttention().prepare(sequences)(q, k_cache, v_cache, rule)
     row = 0
     for index, (query_length, kv_length) in enumerate(zip(query_lengths, kv_lengths, strict=True)):
-        blocks = sequences.block_tables[index, : -(-kv_length // BLOCK_SIZE)].long()
+        blocks = sequences.tables[0].block_tables[index, : -(-kv_length // BLOCK_SIZE)].long()
         keys, values = k_cache[blocks].flatten(0, 1), v_cache[blocks].flatten(0, 1)
         for position in range(kv_length - query_length, kv_length):
             expected = by_formula(q[row], keys, values, position, rule)

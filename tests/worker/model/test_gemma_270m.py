@@ -34,9 +34,12 @@ def test_b10_gemma_3_270m_gives_the_tokens_of_generate_whatever_the_chunks() -> 
     assert max(map(len, prompts)) > 512  # longer than the window
     expected = library_outputs(folder, prompts)
     for budget in (512, 100):
-        outputs = EngineDriver(loaded.runner, token_budget=budget).generate(prompts, num_tokens=NUM_TOKENS)
+        driver = EngineDriver(loaded.runner, token_budget=budget)
+        outputs = driver.generate(prompts, num_tokens=NUM_TOKENS)
         assert [tokenizer.decode(output) for output in outputs] == [tokenizer.decode(output) for output in expected]
         assert outputs == expected
+        assert driver.generate(prompts, num_tokens=NUM_TOKENS) == expected
+        assert driver.num_cached_tokens >= sum(len(prompt) - 16 for prompt in prompts)
 
 
 def library_outputs(folder: Path, prompts: list[list[int]]) -> list[list[int]]:

@@ -225,9 +225,9 @@ def test_b28_rows_without_a_token_are_never_drawn(tmp_path: Path) -> None:
 
 def test_a_cache_too_small_for_one_block_is_refused_with_both_figures(tiny_folder: Callable[[str], Path]) -> None:
     # 2 layers x 16 slots x (key, value) x 2 heads x 16 numbers x 4 bytes = 8 KiB a block
-    with pytest.raises(ModelLoadError, match=r"has 16000 bytes, but the least it needs is 16384"):
+    with pytest.raises(ModelLoadError, match=r"has 16000 bytes, but the least it needs is 24576"):
         load(tiny_folder("llama"), kv_cache_memory=16_000)
-    assert load(tiny_folder("llama"), kv_cache_memory=16_384).runner.num_blocks == 1
+    assert load(tiny_folder("llama"), kv_cache_memory=24_576).runner.num_blocks == 1
 
 
 def test_no_more_blocks_than_can_be_used_are_made(tiny_folder: Callable[[str], Path]) -> None:
@@ -243,13 +243,18 @@ def test_a_length_beyond_the_model_is_refused_with_both_figures(tiny_folder: Cal
 def test_the_card_tells_what_the_files_say(copy: Copy) -> None:
     folder = copy("llama")
     edit_json(
-        folder / "generation_config.json", do_sample=True, temperature=0.6, top_p=0.9, top_k=20, eos_token_id=[2, 3]
+        folder / "generation_config.json",
+        do_sample=True,
+        temperature=0.6,
+        top_p=0.9,
+        top_k=20,
+        eos_token_id=[2, 3, 5000],
     )
     edit_json(folder / "tokenizer_config.json", bos_token={"content": "<|bos|>", "lstrip": False})
     loaded = load(folder, served_model_name="tiny")
     card = loaded.card
     assert (card.model, card.max_model_len, card.vocab_size) == ("tiny", 4096, 320)
-    assert card.eos_token_ids == loaded.runner.eos_token_ids == {2, 3}
+    assert card.eos_token_ids == loaded.runner.eos_token_ids == {2, 3}  # 5000 has no row among the logits
     assert card.tokenizer_sha256 == hashlib.sha256(loaded.tokenizer_path.read_bytes()).hexdigest()
     assert card.chat_template == CHAT_TEMPLATE
     assert card.special_tokens == {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}

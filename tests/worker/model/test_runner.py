@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stallfree_shared.wire import RequestId, SamplingParams
-from stallfree_worker.engine.step import Chunk, StepPlan
+from stallfree_worker.engine.step import BlockTable, Chunk, StepPlan
 from stallfree_worker.loaded_model import LoadedModel
 from stallfree_worker.model.batch_inputs import make_batch_inputs
+from stallfree_worker.model.kv_cache import KVCache, KVCacheShape
+from stallfree_worker.model.kv_groups import group_layers
 from stallfree_worker.model.loader import load_model
+from stallfree_worker.model.runner import ModelRunner
 from tests.support.tiny_models import build_tiny_model
+from tests.worker.model.arrivals import Arrival, ArrivalsDriver, answer_alone
 from tests.worker.model.conftest import tiny_settings
 from tests.worker.model.engine_driver import GREEDY, EngineDriver
 
@@ -27,7 +32,7 @@ def make_chunk(name: str, token_ids: tuple[int, ...], *, num_computed: int = 0, 
         request_id=RequestId(name),
         token_ids=token_ids,
         num_computed_tokens=num_computed,
-        block_table=blocks,
+        block_tables=(BlockTable(blocks=blocks),),
         sampling=GREEDY,
         output_index=0,
     )
@@ -37,16 +42,23 @@ def make_plan(*chunks: Chunk) -> StepPlan:
     return StepPlan(step_id=5, chunks=chunks, num_decode_tokens=0, num_prefill_tokens=0)
 
 
+def make_cache(*windows: int | None) -> KVCache:
+    """With blocks of 4 tokens, of which 99 can be given away: the null block is 99 and the waste block 100."""
+    layers = group_layers(windows or (None,))
+    shape = KVCacheShape(layers=layers, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32)
+    return KVCache(shape, num_blocks=99, device=torch.device("cpu"))
+
+
 def test_a_plan_becomes_flat_tensors_with_single_tokens_first() -> None:
     prefill = make_chunk("p", (11, 12, 13, 14, 15, 16), num_computed=2, blocks=(7, 3, 9))
     decode = make_chunk("d", (21,), num_computed=4, blocks=(5, 2, 8))
-    inputs = make_batch_inputs(make_plan(prefill, decode), block_size=4, null_block=99, device=torch.device("cpu"))
+    inputs = make_batch_inputs(make_plan(prefill, decode), make_cache(), device=torch.device("cpu"))
     assert inputs.token_ids.tolist() == [21, 11, 12, 13, 14, 15, 16]
     assert inputs.positions.tolist() == [4, 2, 3, 4, 5, 6, 7]
-    assert inputs.slot_mapping.tolist() == [8, 30, 31, 12, 13, 14, 15]
-    assert inputs.sequences.block_tables.tolist() == [[5, 2], [7, 3]]
+    assert inputs.slot_mapping.tolist() == [[8, 30, 31, 12, 13, 14, 15]]
+    assert inputs.sequences.tables[0].block_tables.tolist() == [[5, 2], [7, 3]]
     assert inputs.sequences.cu_seqlens_q.tolist() == [0, 1, 7]
-    assert inputs.sequences.seqlens_k.tolist() == [5, 8]
+    assert inputs.sequences.tables[0].seqlens_k.tolist() == [5, 8]
     assert inputs.logit_rows.tolist() == [0, 6]
     assert [chunk.request_id for chunk in inputs.sampled] == ["d", "p"]
     assert inputs.fresh_blocks is not None
@@ -55,8 +67,30 @@ def test_a_plan_becomes_flat_tensors_with_single_tokens_first() -> None:
 
 def test_short_tables_are_padded_with_the_null_block() -> None:
     chunks = (make_chunk("a", (1,), blocks=(0, 1, 2)), make_chunk("b", (1,) * 9, blocks=(3, 4, 5)))
-    inputs = make_batch_inputs(make_plan(*chunks), block_size=4, null_block=99, device=torch.device("cpu"))
-    assert inputs.sequences.block_tables.tolist() == [[0, 99, 99], [3, 4, 5]]
+    inputs = make_batch_inputs(make_plan(*chunks), make_cache(), device=torch.device("cpu"))
+    assert inputs.sequences.tables[0].block_tables.tolist() == [[0, 99, 99], [3, 4, 5]]
+
+
+def test_a_group_with_a_window_has_lengths_and_slots_of_its_own() -> None:
+    chunk = dataclasses.replace(
+        make_chunk("p", (1, 2, 3), num_computed=10, blocks=()),
+        block_tables=(BlockTable(blocks=(7, 3, 9, 1)), BlockTable(blocks=(5, 6), num_forgotten=2)),
+    )
+    inputs = make_batch_inputs(make_plan(chunk), make_cache(None, 3), device=torch.device("cpu"))
+    assert inputs.positions.tolist() == [10, 11, 12]
+    assert inputs.slot_mapping.tolist() == [[38, 39, 4], [22, 23, 24]]
+    full, window = inputs.sequences.tables
+    assert (full.block_tables.tolist(), full.kv_lengths) == ([[7, 3, 9, 1]], (13,))
+    assert (window.block_tables.tolist(), window.kv_lengths) == ([[5, 6]], (5,))
+    assert inputs.fresh_blocks is not None
+    assert inputs.fresh_blocks.tolist() == [1, 6]
+
+
+def test_shared_tokens_are_written_to_the_waste_block_only() -> None:
+    chunk = dataclasses.replace(make_chunk("p", (1,), num_computed=7, blocks=(2, 3)), num_shared_tokens=8)
+    inputs = make_batch_inputs(make_plan(chunk), make_cache(), device=torch.device("cpu"))
+    assert inputs.slot_mapping.tolist() == [[400]]
+    assert inputs.fresh_blocks is None
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +106,26 @@ def test_b24_only_the_request_with_nan_logits_fails(poisoned: LoadedModel) -> No
     prompts = {"a": (20, 21, 22), "bad": (20, POISON, 22), "c": (40,)}
     chunks = {name: make_chunk(name, ids, blocks=(index,)) for index, (name, ids) in enumerate(prompts.items())}
     result = poisoned.runner.execute(make_plan(*chunks.values()))
-    assert set(result.failure_by_request) == {"bad"}
+    assert set(result.failure_by_request) == result.not_finite_request_ids == {"bad"}
     assert "not finite" in result.failure_by_request[RequestId("bad")]
     alone = [poisoned.runner.execute(make_plan(chunks[name])) for name in ("a", "c")]
     assert result.token_id_by_request == {**alone[0].token_id_by_request, **alone[1].token_id_by_request}
+
+
+@pytest.mark.parametrize("token_budget", [2, 1000])
+def test_b24_a_prompt_that_cannot_be_scored_fails_at_once_and_alone(poisoned: LoadedModel, token_budget: int) -> None:
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    good = [Arrival(prompt=prompt, sampling=sampling) for prompt in ([20, 21, 22, 23, 24, 25], [40, 41])]
+    bad = Arrival(prompt=[20, POISON, 22, 23, 24, 25], sampling=sampling)
+    answers = ArrivalsDriver(poisoned.runner, token_budget=token_budget).run([good[0], bad, good[1]])
+    assert [answer.error is None for answer in answers] == [True, False, True]
+    assert answers[1].error is not None
+    assert answers[1].error.code == "step_failed"
+    assert answers[1].token_ids == []
+    assert len(answers[1].prompt_logprobs) <= 1, "what follows the bad token was told"
+    for answer, arrival in zip((answers[0], answers[2]), good, strict=True):
+        assert answer.token_ids == answer_alone(poisoned.runner, arrival).token_ids
+        assert len(answer.prompt_logprobs) == len(arrival.prompt) - 1
 
 
 @pytest.mark.parametrize("length", [1, 5, 16, 17, 31])
@@ -85,6 +135,20 @@ def test_b24_blocks_that_held_nan_do_no_harm_to_their_next_owner(poisoned: Loade
     everything = tuple(range(poisoned.runner.num_blocks))
     poisoned.runner.execute(make_plan(make_chunk("bad", (POISON,) * (16 * len(everything)), blocks=everything)))
     assert EngineDriver(poisoned.runner, token_budget=9).generate([prompt, [7]], num_tokens=40) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("num_tokens", "num_requests"), [(1, 1), (100, 7), (1_000_000, 40)])
+def test_the_largest_step_can_be_computed_and_is_never_read(
+    family: str, num_tokens: int, num_requests: int, tiny_folder: Callable[[str], Path]
+) -> None:
+    """A GPU's memory is sized by it, before anybody is served."""
+    runner = load_model(tiny_settings(tiny_folder(family), kv_cache_memory="256KiB")).runner
+    assert isinstance(runner, ModelRunner)
+    prompts = [list(range(20, 60)), [7]]
+    expected = EngineDriver(runner).generate(prompts, num_tokens=9)
+    runner.compute_largest_step(num_tokens, num_requests=num_requests)
+    assert EngineDriver(runner).generate(prompts, num_tokens=9) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from stallfree_shared.wire import SamplingParams
-from stallfree_worker.model.sampler import Draw, draw_tokens, uniform
+from stallfree_worker.model.draw import Draw
+from stallfree_worker.model.sampler import draw_tokens, uniform
 
 
 def draw(index: int = 0, **params: float) -> Draw:
@@ -103,12 +104,28 @@ def test_only_tokens_of_the_kept_set_are_drawn_and_all_likely_ones_are(params: d
     assert {token for token in allowed if weights[token] / share > 0.01} <= tokens
 
 
-def test_a_flat_row_with_top_p_looks_beyond_the_likeliest_thousand() -> None:
-    logits = torch.linspace(0.001, 0, 8000)[None].expand(500, -1)
-    tokens = draw_tokens(logits, [draw(0, seed=seed, top_p=0.5) for seed in range(500)])
+@pytest.mark.parametrize("num_ids", [8000, 16_384, 40_000])
+def test_a_flat_row_with_top_p_looks_beyond_the_likeliest_thousands(num_ids: int) -> None:
+    logits = torch.linspace(0.001, 0, num_ids)[None].expand(200, -1)
+    tokens = draw_tokens(logits, [draw(0, seed=seed, top_p=0.5) for seed in range(200)])
     drawn = [token for token in tokens if token is not None]
-    assert max(drawn) > 3500
-    assert max(drawn) <= 4001
+    assert max(drawn) > 0.45 * num_ids
+    assert max(drawn) <= num_ids // 2 + 1
+
+
+@pytest.mark.parametrize("num_ids", [2, 511, 512, 513, 1024, 3000])
+def test_a_draw_is_the_inverse_of_the_cumulative_distribution(num_ids: int) -> None:
+    """Against running sums in double precision over all ids, which the search in blocks stands for."""
+    num_rows = 200
+    logits = make_logits(num_rows, num_ids, seed=7)
+    logits[:, ::3] = float("-inf")
+    logits[:, 1] = -1.0
+    draws = [draw(index, seed=index) for index in range(num_rows)]
+    cumulative = np.exp(logits.double().numpy()).cumsum(-1)
+    expected = [
+        int(np.searchsorted(row, uniform(index, index) * row[-1], side="right")) for index, row in enumerate(cumulative)
+    ]
+    assert draw_tokens(logits, draws) == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-7, 9e-6])

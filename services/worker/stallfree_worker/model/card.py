@@ -42,12 +42,12 @@ class ModelFolder:
     def tokenizer_path(self) -> Path:
         return self.path / "tokenizer.json"
 
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Every id that one of the files says ends a text."""
+    def eos_token_ids(self, vocab_size: int) -> frozenset[int]:
+        """Every id that one of the files says ends a text, but for those that the model cannot draw."""
         text = self.config.get("text_config")
         sources = [self.generation, self.config, text if isinstance(text, Mapping) else {}]
-        return frozenset(token for source in sources for token in _ids(source.get("eos_token_id")))
+        found = [token_id for source in sources for token_id in _ids(source.get("eos_token_id"))]
+        return frozenset(token_id for token_id in found if 0 <= token_id < vocab_size)
 
     def num_tokenizer_ids(self) -> int:
         """Ids that the tokenizer knows run from 0 to one less than this."""
@@ -69,7 +69,7 @@ def make_card(
         model=name,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
-        eos_token_ids=folder.eos_token_ids,
+        eos_token_ids=folder.eos_token_ids(vocab_size),
         tokenizer_sha256=hashlib.sha256(folder.tokenizer_path.read_bytes()).hexdigest(),
         chat_template=_chat_template(folder, chat_template),
         special_tokens=_special_tokens(folder.tokenizer_config),

@@ -14,6 +14,7 @@ from stallfree_worker.model.attention.interface import AttentionBackend, Attenti
 from stallfree_worker.model.batch_inputs import BatchInputs
 from stallfree_worker.model.families import DecoderConfig, LayerConfig
 from stallfree_worker.model.kv_cache import KVCache
+from stallfree_worker.model.kv_groups import group_layers
 from stallfree_worker.model.rope import RotaryEmbedding, rotate
 from stallfree_worker.model.weights import DecoderWeights, LayerWeights
 
@@ -25,9 +26,10 @@ class Decoder:
         self._config = config
         self._weights = weights
         self._attention = attention
+        places = group_layers([layer.window_tokens for layer in config.layers]).places
         self._layers = [
-            _Layer(config, layer, layer_weights)
-            for layer, layer_weights in zip(config.layers, weights.layers, strict=True)
+            _Layer(config, layer, layer_weights, group=place.group)
+            for layer, layer_weights, place in zip(config.layers, weights.layers, places, strict=True)
         ]
         # Gemma was trained with the scale rounded to the dtype of its weights.
         scale = 1.0 if config.embedding_scale is None else config.embedding_scale
@@ -42,20 +44,23 @@ class Decoder:
         return self._weights.embedding.device
 
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
-        """Writes the step's keys and values to the cache → logits of the sampled rows, [num_sampled, num_ids]."""
+        """Writes the step's keys and values to the cache → the last layer's output, [num_tokens, hidden_size]."""
         if inputs.fresh_blocks is not None:
             cache.clear(inputs.fresh_blocks)
         hidden = F.embedding(inputs.token_ids, self._weights.embedding) * self._embedding_scale
         angles = {rope: embedding.angles(inputs.positions) for rope, embedding in self._ropes.items()}
+        slots = inputs.slot_mapping.unbind(0)
         attend = self._attention.prepare(inputs.sequences)
         for index, layer in enumerate(self._layers):
             q, k, v = layer.project(hidden, angles[layer.rope])
-            cache.write(index, inputs.slot_mapping, k, v)
+            cache.write(index, slots[layer.attention_rule.group], k, v)
             hidden = layer.finish(hidden, attend(q, *cache.layer(index), layer.attention_rule))
-        return self._logits(hidden.index_select(0, inputs.logit_rows))
+        return hidden
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self._weights.head(_norm(hidden, self._weights.final_norm, self._config.norm_eps))
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """The logits of some rows, int64 [num_rows], of what `forward` gave: [num_rows, num_ids]."""
+        normed = _norm(hidden.index_select(0, rows), self._weights.final_norm, self._config.norm_eps)
+        logits = self._weights.head(normed)
         cap = self._config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -63,10 +68,13 @@ class Decoder:
 class _Layer:
     """One layer, before and after its attention."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, weights: LayerWeights) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, weights: LayerWeights, *, group: int) -> None:
         self.rope = layer.rope
         self.attention_rule = AttentionRule(
-            scale=config.attention_scale, window_tokens=layer.window_tokens, softcap=config.attention_softcap
+            scale=config.attention_scale,
+            window_tokens=layer.window_tokens,
+            group=group,
+            softcap=config.attention_softcap,
         )
         self._config = config
         self._weights = weights

@@ -17,9 +17,11 @@ from stallfree_worker.model.decoder import Decoder
 from stallfree_worker.model.demo import DEMO_MODEL, DEMO_NAME
 from stallfree_worker.model.errors import ModelLoadError
 from stallfree_worker.model.families import DecoderConfig, read_decoder_config
+from stallfree_worker.model.grammar_masks import GrammarVocabulary
 from stallfree_worker.model.kv_cache import DEFAULT_CPU_CACHE_BYTES, KVCache, KVCacheShape
 from stallfree_worker.model.runner import ModelRunner, RunnerLimits
 from stallfree_worker.model.source import model_folder
+from stallfree_worker.model.structured_output import StructuredOutputs
 from stallfree_worker.model.weights import WeightTarget, load_weights
 from stallfree_worker.settings import ModelSettings, WorkerSettings
 
@@ -33,11 +35,20 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
     folder = ModelFolder.read(path)
     config = read_decoder_config(folder.config)
     max_model_len = _max_model_len(config, settings.max_model_len)
-    vocab_size = min(folder.num_tokenizer_ids(), config.vocab_size)
+    num_tokenizer_ids = folder.num_tokenizer_ids()
+    vocab_size = min(num_tokenizer_ids, config.vocab_size)
     decoder, dtype = _load_decoder(path, folder.config, config, settings, num_head_rows=vocab_size)
-    limits = RunnerLimits(max_model_len=max_model_len, eos_token_ids=folder.eos_token_ids)
+    eos_token_ids = folder.eos_token_ids(vocab_size)
+    limits = RunnerLimits(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
     cache_shape = KVCacheShape.of(config, block_size=settings.block_size, dtype=dtype)
-    runner = _make_runner(decoder, cache_shape, limits, settings)
+    vocabulary = GrammarVocabulary.load(
+        folder.tokenizer_path,
+        num_tokenizer_ids=num_tokenizer_ids,
+        num_ids=vocab_size,
+        eos_token_ids=eos_token_ids,
+    )
+    outputs = StructuredOutputs(vocabulary, decoder.device)
+    runner = _make_runner(decoder, cache_shape, settings, limits=limits, structured_outputs=outputs)
     _logger.info(
         "model loaded",
         extra={
@@ -57,6 +68,7 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
             chat_template=settings.chat_template,
         ),
         tokenizer_path=folder.tokenizer_path,
+        kv_cache_bytes=runner.num_blocks * cache_shape.block_bytes,
     )
 
 
@@ -79,22 +91,31 @@ def _load_decoder(
     return Decoder(config, weights, BACKENDS[settings.attention_backend]()), dtype
 
 
-def _make_runner(decoder: Decoder, shape: KVCacheShape, limits: RunnerLimits, settings: WorkerSettings) -> ModelRunner:
+def _make_runner(
+    decoder: Decoder,
+    shape: KVCacheShape,
+    settings: WorkerSettings,
+    *,
+    limits: RunnerLimits,
+    structured_outputs: StructuredOutputs,
+) -> ModelRunner:
     most_useful_tokens = limits.max_model_len * settings.max_num_seqs
 
     def runner_within(memory_bytes: int) -> ModelRunner:
         num_blocks = shape.blocks_within(memory_bytes, most_useful_tokens=most_useful_tokens)
         cache = KVCache(shape, num_blocks=num_blocks, device=decoder.device)
-        return ModelRunner(decoder, cache, limits)
+        return ModelRunner(decoder, cache, limits=limits, structured_outputs=structured_outputs)
 
     if settings.kv_cache_memory is not None:
         return runner_within(int(settings.kv_cache_memory))
     if decoder.device.type == "cpu":
         return runner_within(DEFAULT_CPU_CACHE_BYTES)
     # The largest step tells what weights and activations need; its own cache is counted with them and given back.
-    step_blocks = 2 + settings.max_step_tokens // shape.block_size
+    step_blocks = shape.blocks_of_step(settings.max_step_tokens)
     torch.cuda.reset_peak_memory_stats(decoder.device)
-    runner_within(step_blocks * shape.block_bytes).compute_largest_step(settings.max_step_tokens)
+    runner_within(step_blocks * shape.block_bytes).compute_largest_step(
+        settings.max_step_tokens, num_requests=settings.max_num_seqs
+    )
     needed_bytes = torch.cuda.max_memory_allocated(decoder.device) - step_blocks * shape.block_bytes
     torch.cuda.empty_cache()
     total_bytes = torch.cuda.get_device_properties(decoder.device).total_memory

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from stallfree_shared.wire import RequestId, SamplingParams
-from stallfree_worker.engine.step import Chunk, StepPlan, StepResult
-from stallfree_worker.model.batch_inputs import make_batch_inputs
+from stallfree_shared.wire import MAX_LOGPROBS, RequestId, SamplingParams, TokenLogprobs
+from stallfree_worker.engine.step import BlockTable, Chunk, KVGroup, StepPlan, StepResult, TokenHistory
+from stallfree_worker.model.batch_inputs import BatchInputs, make_batch_inputs
 from stallfree_worker.model.decoder import Decoder
+from stallfree_worker.model.draw import Draw
 from stallfree_worker.model.kv_cache import KVCache
-from stallfree_worker.model.sampler import Draw, draw_tokens
+from stallfree_worker.model.logprobs import score_drawn, score_prompts
+from stallfree_worker.model.sampler import draw_tokens
+from stallfree_worker.model.structured_output import StepMasks, StructuredOutputs
 
 NOT_FINITE = "the model gave logits that are not finite"
+NOTHING_LEFT = "min_tokens, stop_token_ids and the structured output leave no token that may come next"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +30,15 @@ class RunnerLimits:
 
 
 class ModelRunner:
-    """Sole owner of the decoder and the KV cache's tensors. Called from one thread."""
+    """Sole owner of the decoder, the KV cache's tensors and the grammars of requests. Called from one thread."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, limits: RunnerLimits) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, *, limits: RunnerLimits, structured_outputs: StructuredOutputs
+    ) -> None:
         self._decoder = decoder
         self._cache = cache
         self._limits = limits
+        self._structured_outputs = structured_outputs
 
     @property
     def num_blocks(self) -> int:
@@ -39,6 +47,10 @@ class ModelRunner:
     @property
     def block_size(self) -> int:
         return self._cache.block_size
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return self._cache.layers.groups
 
     @property
     def max_model_len(self) -> int:
@@ -50,42 +62,78 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """One forward pass over all chunks of `plan`, then one draw per chunk that has an `output_index`.
+        """One forward pass over all chunks of `plan`, then one draw per chunk that has an `output_index`, and the
+        log-probabilities that were asked for.
 
-        A request whose logits are not finite fails alone, in `failure_by_request`.
+        A request whose logits are not finite, or whose grammar cannot go on, fails alone, in `failure_by_request`.
         """
-        inputs = make_batch_inputs(
-            plan,
-            block_size=self._cache.block_size,
-            null_block=self._cache.null_block,
-            device=self._decoder.device,
+        self._structured_outputs.begin(plan)
+        inputs = make_batch_inputs(plan, self._cache, device=self._decoder.device)
+        hidden = self._decoder.forward(inputs, self._cache)
+        prompts = self._score_prompts(hidden, inputs)
+        logits = self._decoder.logits(hidden, inputs.logit_rows)
+        masks = self._structured_outputs.finish(inputs.sampled)
+        tokens = (
+            draw_tokens(logits, [self._draw_of(chunk, masks) for chunk in inputs.sampled]) if inputs.sampled else []
         )
-        logits = self._decoder.forward(inputs, self._cache)
-        draws = [
-            Draw(sampling=chunk.sampling, output_index=chunk.output_index)
-            for chunk in inputs.sampled
-            if chunk.output_index is not None
-        ]
-        tokens = draw_tokens(logits, draws) if draws else []
-        drawn = [(chunk.request_id, token) for chunk, token in zip(inputs.sampled, tokens, strict=True)]
+        drawn = dict(zip([chunk.request_id for chunk in inputs.sampled], tokens, strict=True))
+        unscored = [request_id for request_id, scores in prompts.items() if scores is None]
+        undrawn = {
+            request_id: _why_nothing(logits[row]) for row, (request_id, one) in enumerate(drawn.items()) if one is None
+        }
         return StepResult(
             step_id=plan.step_id,
-            token_id_by_request={request_id: token for request_id, token in drawn if token is not None},
-            failure_by_request={request_id: NOT_FINITE for request_id, token in drawn if token is None},
+            token_id_by_request={request_id: token for request_id, token in drawn.items() if token is not None},
+            failure_by_request={**undrawn, **dict.fromkeys(unscored, NOT_FINITE), **masks.failure_by_request},
+            not_finite_request_ids=frozenset([*unscored, *(one for one in undrawn if undrawn[one] == NOT_FINITE)]),
+            logprobs_by_request=score_drawn(logits, inputs.sampled, tokens),
+            prompt_logprobs_by_request={request_id: scores for request_id, scores in prompts.items() if scores},
+            completed_request_ids=masks.completed,
+            postponed_request_ids=masks.postponed,
         )
 
-    def compute_largest_step(self, num_tokens: int) -> None:
-        """One prefill of `num_tokens`, or of as many as fit, to learn how much memory a step takes.
+    def _score_prompts(self, hidden: Tensor, inputs: BatchInputs) -> dict[RequestId, tuple[TokenLogprobs, ...] | None]:
+        if inputs.scored_rows is None:
+            return {}
+        return score_prompts(inputs.scored, inputs.scored_rows, lambda rows: self._decoder.logits(hidden, rows))
 
-        What it leaves in the cache is never read: no request knows of it.
+    def _draw_of(self, chunk: Chunk, masks: StepMasks) -> Draw:
+        sampling, output_index = chunk.sampling, chunk.output_index or 0
+        ends_too_early = output_index < sampling.min_tokens and chunk.request_id not in masks.completed
+        return Draw(
+            sampling=sampling,
+            output_index=output_index,
+            history=chunk.history,
+            banned_token_ids=self.eos_token_ids | sampling.stop_token_ids if ends_too_early else frozenset(),
+            forbidden=masks.forbidden_by_request.get(chunk.request_id),
+        )
+
+    def compute_largest_step(self, num_tokens: int, *, num_requests: int) -> None:
+        """One prefill of `num_tokens`, or of as many as fit, and a token of each other of `num_requests`, with all
+        log-probabilities there are, to learn how much memory a step takes.
+
+        What it leaves in the cache is never read: no request knows of it. So all may use the same blocks.
         """
-        length = max(1, min(num_tokens, self._limits.max_model_len, self._cache.num_blocks * self._cache.block_size))
-        chunk = Chunk(
-            request_id=RequestId("largest-step"),
-            token_ids=(0,) * length,
-            num_computed_tokens=0,
-            block_table=tuple(range(self._cache.num_blocks)),
-            sampling=SamplingParams(max_tokens=1),
-            output_index=0,
-        )
-        self.execute(StepPlan(step_id=0, chunks=(chunk,), num_decode_tokens=0, num_prefill_tokens=length))
+        num_groups = len(self.kv_groups)
+        blocks_per_group = self.num_blocks // num_groups
+        length = max(1, min(num_tokens, self._limits.max_model_len, blocks_per_group * self.block_size))
+        tables = [BlockTable(blocks=tuple(range(self.num_blocks)[group::num_groups])) for group in range(num_groups)]
+        chunks = [
+            Chunk(
+                request_id=RequestId(f"largest-step-{number}"),
+                token_ids=(0,) * size,
+                num_computed_tokens=0,
+                block_tables=tuple(tables),
+                sampling=SamplingParams(max_tokens=1, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS),
+                output_index=0,
+                history=TokenHistory(prompt_token_ids=(0,) * size, output_token_ids=()),
+            )
+            for number, size in enumerate([1] * (num_requests - 1) + [length])
+        ]
+        plan = StepPlan(step_id=0, chunks=tuple(chunks), num_decode_tokens=num_requests - 1, num_prefill_tokens=length)
+        self.execute(plan)
+
+
+def _why_nothing(logits: Tensor) -> str:
+    """Why no token could be drawn from a row of the model's logits, [num_ids]."""
+    return NOTHING_LEFT if logits.amax().isfinite() else NOT_FINITE

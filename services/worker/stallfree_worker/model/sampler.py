@@ -8,44 +8,45 @@ the same tokens alone, in any batch, after a preemption and on another worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from stallfree_shared.wire import SamplingParams
+from stallfree_worker.model.draw import Draw
+from stallfree_worker.model.logit_adjustments import adjust_logits
 
-GREEDY_BELOW_TEMPERATURE = 1e-5
 _ROWS_AT_ONCE = 16
 """Rows are independent, so working on some at a time only bounds memory: a row has up to 262,144 columns."""
 _HEAD_COLUMNS = 1024
-"""Enough of the likeliest tokens for nearly every top-k and top-p; where it is not, the whole row is sorted."""
+"""Enough of the likeliest tokens for nearly every top-k and top-p."""
+_WIDE_HEAD_COLUMNS = 16384
+"""Enough for a flat row; where it is not, the whole row is sorted, which takes five times as long."""
+_BLOCK_COLUMNS = 512
+_NOTHING = -1
+"""In place of a token where none can be drawn."""
 _MASK_64 = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """What one row of logits is drawn with."""
-
-    sampling: SamplingParams
-    output_index: int
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.sampling.temperature < GREEDY_BELOW_TEMPERATURE
-
-
 def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
-    """logits [len(draws), num_ids] → a token id per row; None where the row has NaN, +inf or nothing but -inf."""
+    """logits [len(draws), num_ids], which stay as they are → a token id per row.
+
+    None where the row has NaN, +inf or nothing but -inf, as the model gave it or after `logit_adjustments`.
+    """
     best, tokens = logits.max(dim=-1)
-    sampled_rows = [row for row, draw in enumerate(draws) if not draw.is_greedy]
-    for start in range(0, len(sampled_rows), _ROWS_AT_ONCE):
-        rows = sampled_rows[start : start + _ROWS_AT_ONCE]
-        index = torch.tensor(rows, device=logits.device)
-        tokens[index] = _draw_sampled(logits[index].float(), [draws[row] for row in rows])
-    tokens = torch.where(best.isfinite(), tokens, -1)
-    return [token if token >= 0 else None for token in tokens.tolist()]
+    greedy = [row for row, draw in enumerate(draws) if draw.is_greedy and draw.adjusts_logits]
+    sampled = [row for row, draw in enumerate(draws) if not draw.is_greedy]
+    for rows, draw_some in ((greedy, _draw_greedy), (sampled, _draw_sampled)):
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            some = rows[start : start + _ROWS_AT_ONCE]
+            index = torch.tensor(some, device=logits.device)
+            own = logits[index].float()  # indexing copies
+            own_draws = [draws[row] for row in some]
+            adjust_logits(own, own_draws)
+            tokens[index] = draw_some(own, own_draws)
+    tokens = torch.where(best.isfinite(), tokens, _NOTHING)
+    return [None if token == _NOTHING else token for token in tokens.tolist()]
 
 
 def uniform(seed: int, index: int) -> float:
@@ -60,30 +61,67 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def _draw_greedy(logits: Tensor, draws: list[Draw]) -> Tensor:
+    """logits float32 [num_rows, num_ids] → int64 [num_rows]."""
+    del draws
+    best, tokens = logits.max(dim=-1)
+    return torch.where(best.isfinite(), tokens, _NOTHING)
+
+
 def _draw_sampled(logits: Tensor, draws: list[Draw]) -> Tensor:
     """logits float32 [num_rows, num_ids] → int64 [num_rows]."""
-    weights = _weights(logits, draws)
-    weights.masked_fill_(weights < _least_kept_weight(weights, draws)[:, None], 0.0)
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
+    best = logits.amax(-1, keepdim=True)
+    weights = _weights(logits, best, draws)
+    if any(draw.sampling.min_p or _has_nucleus(draw) for draw in draws):
+        weights.masked_fill_(weights < _least_kept_weight(weights, draws)[:, None], 0.0)
     uniforms = _column([uniform(draw.sampling.seed, draw.output_index) for draw in draws], logits.device)
-    # Rounding must not carry the target to the total: no token's interval holds that.
-    target = (uniforms[:, None] * total).minimum(torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return torch.where(best.isfinite(), _find(weights, uniforms[:, None]), _NOTHING).squeeze(-1)
 
 
-def _weights(logits: Tensor, draws: list[Draw]) -> Tensor:
+def _find(weights: Tensor, shares: Tensor) -> Tensor:
+    """The id whose weight carries the sum over all ids up to it past a share of the whole: int64 [num_rows, 1].
+
+    weights float32 [num_rows, num_ids], shares float64 [num_rows, 1] in [0, 1). First the block of ids, then the id in
+    it: running sums over all ids in float64 took longer than all the rest.
+    """
+    sums = _block_sums(weights)
+    target = shares * sums.sum(-1, keepdim=True)
+    block, passed = _first_beyond(sums, target)
+    ids = block * _BLOCK_COLUMNS + torch.arange(_BLOCK_COLUMNS, device=weights.device)
+    inside = weights.gather(1, ids.clamp(max=weights.shape[-1] - 1)).masked_fill_(ids >= weights.shape[-1], 0.0)
+    position, _ = _first_beyond(inside.double(), target - passed)
+    return ids.gather(1, position)
+
+
+def _first_beyond(values: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the running sum of `values` passes `target`, both float64, and the sum before that."""
+    cumulative = values.cumsum(-1)
+    total = cumulative[:, -1:]
+    # Rounding must not carry the target to the total: nothing lies beyond that.
+    target = target.clamp(min=0).minimum(torch.nextafter(total, torch.zeros_like(total)))
+    found = torch.searchsorted(cumulative, target, right=True).clamp_(max=values.shape[-1] - 1)
+    return found, cumulative.gather(1, found) - values.gather(1, found)
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """float64 [num_rows, num_blocks]; the last block may be shorter, or empty."""
+    num_whole = weights.shape[-1] // _BLOCK_COLUMNS * _BLOCK_COLUMNS
+    whole = weights[:, :num_whole].view(len(weights), num_whole // _BLOCK_COLUMNS, _BLOCK_COLUMNS).sum(-1)
+    return torch.cat((whole, weights[:, num_whole:].sum(-1, keepdim=True)), dim=-1).double()
+
+
+def _weights(logits: Tensor, best: Tensor, draws: list[Draw]) -> Tensor:
     """Probabilities relative to the likeliest token's, which has weight 1. The maximum is taken off before the division
     by a small temperature, so that nothing overflows."""
     temperatures = _column([draw.sampling.temperature for draw in draws], logits.device).float()
     # In place: with a vocabulary of 262,144, fresh memory for each operation costs more than the arithmetic.
-    return (logits - logits.amax(-1, keepdim=True)).div_(temperatures[:, None]).exp_()
+    return logits.sub_(best).div_(temperatures[:, None]).exp_()
 
 
 def _least_kept_weight(weights: Tensor, draws: list[Draw]) -> Tensor:
     """Top-k, then top-p over what it left, then min-p: each keeps a row's weights from some value up, ties included."""
     least = _column([draw.sampling.min_p for draw in draws], weights.device).float()
-    rows = [row for row, draw in enumerate(draws) if draw.sampling.top_k or draw.sampling.top_p < 1]
+    rows = [row for row, draw in enumerate(draws) if _has_nucleus(draw)]
     if rows:
         index = torch.tensor(rows, device=weights.device)
         nucleus = _nucleus_least([draws[row].sampling for row in rows], weights[index])
@@ -91,12 +129,17 @@ def _least_kept_weight(weights: Tensor, draws: list[Draw]) -> Tensor:
     return least.clamp(max=1.0)
 
 
+def _has_nucleus(draw: Draw) -> bool:
+    return bool(draw.sampling.top_k) or draw.sampling.top_p < 1
+
+
 def _nucleus_least(params: list[SamplingParams], weights: Tensor) -> Tensor:
+    """Looks at ever more of a row's likeliest tokens until they are enough."""
     num_ids = weights.shape[-1]
     least, is_known = _nucleus_of_head(params, weights, min(_HEAD_COLUMNS, num_ids))
-    for row, known in enumerate(is_known.tolist()):
-        if not known:
-            least[row] = _nucleus_of_head([params[row]], weights[row : row + 1], num_ids)[0]
+    for width in (min(_WIDE_HEAD_COLUMNS, num_ids), num_ids):
+        for row in (~is_known).nonzero().flatten().tolist():
+            least[row], is_known[row] = _nucleus_of_head([params[row]], weights[row : row + 1], width)
     return least
 
 
@@ -109,7 +152,7 @@ def _nucleus_of_head(params: list[SamplingParams], weights: Tensor, width: int) 
     has_top_k = (limits < num_ids)[:, None]
     is_in_top_k = ~has_top_k | (head >= kth)
     mass = torch.where(is_in_top_k, head, 0.0).cumsum(-1, dtype=torch.float64)
-    total = torch.where(has_top_k, mass[:, -1:], weights.cumsum(-1, dtype=torch.float64)[:, -1:])
+    total = torch.where(has_top_k, mass[:, -1:], _block_sums(weights).sum(-1, keepdim=True))
     shares = _column([param.top_p for param in params], weights.device)[:, None]
     # A token is kept while those before it have not reached top_p: the one that crosses it is the last.
     is_kept = is_in_top_k & ((mass - head < shares * total) | (shares >= 1))

@@ -9,20 +9,30 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PagedTables:
+    """Where one KV group has the tokens of the sequences. What lies behind a group's window may be left out, so the
+    same sequence can be shorter in one group than in another; only distances between tokens matter."""
+
+    seqlens_k: Tensor  # int32 [num_sequences]: tokens in the blocks of the table
+    block_tables: Tensor  # int32 [num_sequences, max_blocks], padded with the null block
+    kv_lengths: tuple[int, ...]
+    """`seqlens_k` on the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PagedSequences:
     """The sequences of one hybrid batch, as a variable-length paged kernel takes them.
 
     The queries of sequence `i` are rows `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` of the flat batch, and the last of
-    the `seqlens_k[i]` tokens in its blocks. Sequences with a single query come first. The two tuples repeat the
-    lengths on the host, so that nobody waits for the device to learn them.
+    the tokens in its blocks. Sequences with a single query come first. Tuples repeat the lengths on the host, so that
+    nobody waits for the device to learn them.
     """
 
     cu_seqlens_q: Tensor  # int32 [num_sequences + 1]
-    seqlens_k: Tensor  # int32 [num_sequences]
-    block_tables: Tensor  # int32 [num_sequences, max_blocks], padded with the null block
     block_size: int
     query_lengths: tuple[int, ...]
-    kv_lengths: tuple[int, ...]
+    tables: tuple[PagedTables, ...]
+    """By KV group."""
 
     @property
     def num_single_queries(self) -> int:
@@ -35,6 +45,8 @@ class AttentionRule:
 
     scale: float
     window_tokens: int | None
+    group: int = 0
+    """The KV group whose tables hold for the layer."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`."""
 

@@ -1,0 +1,41 @@
+"""What one row of logits is drawn with. Made by `runner`, read by `sampler` and `logit_adjustments`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stallfree_shared.wire import SamplingParams
+from stallfree_worker.engine.step import TokenHistory
+
+GREEDY_BELOW_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    sampling: SamplingParams
+    output_index: int
+    history: TokenHistory | None = None
+    """What penalties look back at; None where there are none."""
+    banned_token_ids: frozenset[int] = frozenset()
+    """Ids that this draw must not give: those that would end a request before its `min_tokens`."""
+    forbidden: Tensor | None = None  # bool [num_ids], on the device of the logits
+    """Ids that a structured output does not allow next; None where there is none."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling.temperature < GREEDY_BELOW_TEMPERATURE
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether `logit_adjustments` has anything to do for this row."""
+        sampling = self.sampling
+        return bool(
+            sampling.presence_penalty
+            or sampling.frequency_penalty
+            or sampling.repetition_penalty != 1
+            or sampling.logit_bias
+            or self.banned_token_ids
+            or self.forbidden is not None
+        )
