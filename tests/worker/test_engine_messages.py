@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 
 from stallfree_shared.errors import StepFailedError
-from stallfree_shared.wire import RequestId
+from stallfree_shared.wire import RequestId, TokenLogprobs
 from stallfree_shared.worker_status import StepTimeCoefficients
 from stallfree_worker.engine.step import EngineEvent, EngineStatus, StepReport
 from stallfree_worker.engine_messages import EngineReport
+from tests.worker.step_records import step_record
 
 STATUS = EngineStatus(
     requests_running=1,
@@ -22,6 +23,8 @@ STATUS = EngineStatus(
     step_time_error_ratio=0.5,
 )
 
+LOGPROBS = TokenLogprobs(logprob=-0.5, top=((4, -0.25), (7, -0.5)))
+
 
 def test_report_comes_through_the_pipe_as_it_was() -> None:
     token = EngineEvent(
@@ -29,6 +32,8 @@ def test_report_comes_through_the_pipe_as_it_was() -> None:
         index=3,
         token_id=7,
         num_prompt_tokens=4,
+        num_cached_tokens=2,
+        logprobs=LOGPROBS,
         finish_reason="stop",
         time_between_tokens_seconds=0.3,
         stall_seconds=0.1,
@@ -37,6 +42,11 @@ def test_report_comes_through_the_pipe_as_it_was() -> None:
     failure = EngineEvent(
         request_id=RequestId("b"), index=0, token_id=None, num_prompt_tokens=1, error=StepFailedError("NaN").info
     )
-    step = StepReport(events=(token, failure), status=STATUS, step_seconds=0.25, num_decode_tokens=2)
+    prompt = EngineEvent(
+        request_id=RequestId("c"), index=0, token_id=None, num_prompt_tokens=3, prompt_logprobs=(LOGPROBS, LOGPROBS)
+    )
+    step = StepReport(events=(token, failure, prompt), status=STATUS, record=step_record())
     report = EngineReport(step=step, submits_taken=9)
-    assert pickle.loads(pickle.dumps(report)) == report  # noqa: S301 - our own bytes
+    nothing_computed = EngineReport(step=StepReport(events=(), status=STATUS), submits_taken=0)
+    for message in (report, nothing_computed):
+        assert pickle.loads(pickle.dumps(message)) == message  # noqa: S301 - our own bytes

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from stallfree_shared.wire import ModelCard, RequestId, SubmitAccepted, Usage
-from tests.support.scripted import EOS, FAIL_ROW, SLOW, scripted_card
+from stallfree_shared.wire import MAX_DEFINITION_BYTES, ModelCard, RequestId, StructuredOutput, SubmitAccepted, Usage
+from tests.support.scripted import EOS, FAIL_ROW, SLOW, scripted_card, scripted_logprobs
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, WorkerProcess, connect, scripted_worker
 
@@ -62,6 +62,15 @@ async def test_request_streams_its_tokens_and_ends_with_usage(worker: WorkerProc
         assert [event.index for event in client.events(request)] == [0, 1, 2, 3]
         assert last.finish_reason == "stop"
         assert last.usage == Usage(prompt_tokens=3, completion_tokens=4)
+
+
+async def test_usage_tells_how_much_of_the_prompt_the_prefix_cache_had(worker: WorkerProcess) -> None:
+    async with connect(worker) as client:
+        prompt = [C, B] * 50
+        usages = [(await client.end_of(await client.submit(prompt))).usage for _ in range(2)]
+        assert usages == [
+            Usage(prompt_tokens=100, completion_tokens=101, cached_tokens=cached_tokens) for cached_tokens in (0, 96)
+        ]
 
 
 async def test_max_tokens_ends_a_request_with_length(worker: WorkerProcess) -> None:
@@ -138,13 +147,14 @@ async def test_a50_cancel_in_mid_decode_frees_all_within_two_steps(worker: Worke
 
 async def test_cancel_while_queued_frees_it_and_leaves_the_others_alone(worker: WorkerProcess) -> None:
     async with connect(worker) as client:
-        running = [await client.submit([SLOW] * 4) for _ in range(4)]
+        running = [await client.submit([SLOW] * 8) for _ in range(4)]
+        await wait_until(lambda: client.status.requests_running == 4, what="all places taken")
         queued = await client.submit([A])
         await wait_until(lambda: client.status.requests_waiting == 1, what="one waits")
         await client.cancel(queued)
         for request in running:
             await client.end_of(request)
-            assert client.tokens(request) == [SLOW] * 4 + [EOS]
+            assert client.tokens(request) == [SLOW] * 8 + [EOS]
         await wait_until(lambda: _is_idle(client))
         assert client.events(queued) == []
 
@@ -216,6 +226,7 @@ async def test_broken_row_is_an_error_event_that_is_not_retryable_and_the_worker
     worker: WorkerProcess,
 ) -> None:
     async with connect(worker) as client:
+        errors = worker.metric("requests_total", outcome="error")
         bad = await client.submit([A, FAIL_ROW])
         good = await client.submit([A, B])
         last = await client.end_of(bad)
@@ -224,6 +235,7 @@ async def test_broken_row_is_an_error_event_that_is_not_retryable_and_the_worker
         assert (last.index, last.token_ids) == (1, ())
         await client.end_of(good)
         assert client.tokens(good) == [A, B, EOS]
+        assert worker.metric("requests_total", outcome="error") == errors + 1
         assert worker.is_ready()
 
 
@@ -248,6 +260,16 @@ async def test_engine_refusal_is_the_only_event_of_its_request(worker: WorkerPro
         ({"prompt_token_ids": [1.5]}, "prompt_token_ids.0"),
         ({"attempt": 0}, "attempt"),
         ({"sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
+        ({"sampling": {"max_tokens": 1, "presence_penalty": 2.5}}, "sampling.presence_penalty"),
+        ({"sampling": {"max_tokens": 1, "frequency_penalty": float("nan")}}, "sampling.frequency_penalty"),
+        ({"sampling": {"max_tokens": 1, "repetition_penalty": 0.0}}, "sampling.repetition_penalty"),
+        ({"sampling": {"max_tokens": 1, "logprobs": 21}}, "sampling.logprobs"),
+        ({"sampling": {"max_tokens": 1, "prompt_logprobs": -1}}, "sampling.prompt_logprobs"),
+        ({"sampling": {"max_tokens": 1, "min_tokens": -1}}, "sampling.min_tokens"),
+        ({"sampling": {"max_tokens": 1, "min_tokens": 2}}, "min_tokens"),
+        ({"sampling": {"max_tokens": 1, "logit_bias": {"277": 1.0}}}, "logit_bias"),
+        ({"sampling": {"max_tokens": 1, "logit_bias": {"5": float("nan")}}}, "logit_bias"),
+        ({"sampling": {"max_tokens": 1, "stop_token_ids": [-1]}}, "stop_token_ids"),
     ],
 )
 async def test_wrong_submit_is_a_400_of_our_shape_that_names_the_field(
@@ -262,6 +284,56 @@ async def test_wrong_submit_is_a_400_of_our_shape_that_names_the_field(
         assert error["param"] == field
 
 
+async def test_log_probabilities_arrive_for_each_token_and_for_the_prompt_chunk_by_chunk(worker: WorkerProcess) -> None:
+    prompt = [A, B, C] * 50
+    async with connect(worker) as client:
+        submit = client.request(prompt, request_id="scored", max_tokens=4)
+        sampling = submit.sampling.model_copy(update={"logprobs": 5, "prompt_logprobs": 2})
+        response = await client.post(submit.model_copy(update={"sampling": sampling}))
+        assert response.status_code == 202
+        await client.end_of(submit.request_id)
+        events = client.events(submit.request_id)
+        assert [(event.index, len(event.token_ids)) for event in events] == [
+            (0, 0),
+            (0, 0),
+            (0, 1),
+            (1, 1),
+            (2, 1),
+            (3, 1),
+        ]
+        told = [one for event in events for one in event.logprobs or ()]
+        assert told == [scripted_logprobs(token_id, 5) for token_id in (A, B, C, A)]
+        of_prompt = [one for event in events for one in event.prompt_logprobs or ()]
+        assert of_prompt == [scripted_logprobs(token_id, 2) for token_id in prompt[1:]]
+        assert [len(event.prompt_logprobs or ()) for event in events[:3]] == [64, 64, 21]
+        assert events[-1].usage == Usage(prompt_tokens=150, completion_tokens=4)
+        plain = await client.submit([A, B])
+        await client.end_of(plain)
+        assert all(event.logprobs is event.prompt_logprobs is None for event in client.events(plain))
+
+
+async def test_b14_a_request_that_leaves_while_its_prompt_is_scored_leaves_nothing(worker: WorkerProcess) -> None:
+    async with connect(worker) as client:
+        submit = client.request([SLOW] * 640, request_id="scored-and-gone")
+        sampling = submit.sampling.model_copy(update={"prompt_logprobs": 1})
+        await client.post(submit.model_copy(update={"sampling": sampling}))
+        await wait_until(lambda: len(client.events(submit.request_id)) > 1, what="a scored chunk")
+        step = worker.metric("step_seconds_count")
+        await client.cancel(submit.request_id)
+        await _wait_until_freed(worker, client, since_step=step)
+        assert client.tokens(submit.request_id) == []
+
+
+async def test_the_largest_definition_of_a_structured_output_is_let_in(worker: WorkerProcess) -> None:
+    output = StructuredOutput(kind="regex", definition="\x01" * MAX_DEFINITION_BYTES)  # in JSON six bytes each
+    async with connect(worker) as client:
+        submit = client.request([A, B], request_id="structured")
+        sampling = submit.sampling.model_copy(update={"structured_output": output})
+        assert (await client.post(submit.model_copy(update={"sampling": sampling}))).status_code == 202
+        await client.end_of(submit.request_id)
+        assert client.tokens(submit.request_id) == [A, B, EOS]
+
+
 async def test_a_field_of_a_newer_router_is_skipped(worker: WorkerProcess) -> None:
     async with connect(worker) as client:
         body = {**client.request([A]).model_dump(mode="json"), "of_a_newer_version": 1}
@@ -274,7 +346,7 @@ async def test_other_wrong_calls_are_answered_in_our_shape(worker: WorkerProcess
         responses = [
             (await client.post(unknown), 503, "unavailable"),
             (await client.http.post("/wire/requests", content=b"{"), 400, "invalid_request"),
-            (await client.http.post("/wire/requests", content=b" " * 500_000), 413, "payload_too_large"),
+            (await client.http.post("/wire/requests", content=b" " * 2_000_000), 413, "payload_too_large"),
             (await client.http.get("/wire/frames"), 400, "invalid_request"),
             (await client.http.get(f"/wire/frames?connection_id={client.connection_id}"), 400, "invalid_request"),
             (await client.http.delete("/wire/requests/x?attempt=no"), 400, "invalid_request"),

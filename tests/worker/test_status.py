@@ -30,7 +30,7 @@ def _make(book: StatusBook) -> WorkerStatus:
 
 def test_status_from_before_the_engine_took_a_submit_is_never_numbered_above_its_answer() -> None:
     book = StatusBook(SchedulerSettings())
-    book.engine_started(block_size=16)
+    book.engine_started(kv_cache_tokens=160)
     answer = book.count_submit()
     for _ in range(1000):
         book.engine_reported(_engine_status(), submits_taken=0)
@@ -42,7 +42,7 @@ def test_status_from_before_the_engine_took_a_submit_is_never_numbered_above_its
 def test_sequences_rise_and_include_exactly_the_submits_that_were_taken() -> None:
     random_ = random.Random(7)
     book = StatusBook(SchedulerSettings())
-    book.engine_started(block_size=16)
+    book.engine_started(kv_cache_tokens=160)
     answers: list[int] = []
     num_before_engine = num_taken = 0
     last = -1
@@ -59,7 +59,7 @@ def test_sequences_rise_and_include_exactly_the_submits_that_were_taken() -> Non
             book.engine_reported(_engine_status(), submits_taken=num_taken - num_before_engine)
         elif action == "restart":
             book.engine_lost()
-            book.engine_started(block_size=16)
+            book.engine_started(kv_cache_tokens=160)
             num_before_engine = num_taken = len(answers)
         status = _make(book)
         assert status.sequence > last
@@ -70,7 +70,7 @@ def test_sequences_rise_and_include_exactly_the_submits_that_were_taken() -> Non
 
 def test_blocks_are_told_as_tokens_and_a_lost_engine_has_none() -> None:
     book = StatusBook(SchedulerSettings())
-    book.engine_started(block_size=16)
+    book.engine_started(kv_cache_tokens=160)
     book.engine_reported(_engine_status(), submits_taken=0)
     assert (_make(book).kv_total_tokens, _make(book).kv_free_tokens) == (160, 64)
     book.engine_lost()

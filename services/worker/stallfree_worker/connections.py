@@ -14,7 +14,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from stallfree_shared.drain import Drain
 from stallfree_shared.errors import (
@@ -34,16 +33,20 @@ from stallfree_shared.wire import (
     SubmitAccepted,
     SubmitRequest,
     TokenEvent,
-    Usage,
 )
 from stallfree_shared.worker_status import WorkerStatus
-from stallfree_worker.engine.step import EngineEvent, NewRequest
+from stallfree_worker.engine.step import EngineEvent, NewRequest, StepRecord
 from stallfree_worker.engine_messages import EngineReady, EngineReport
 from stallfree_worker.engine_process import EngineProcess
 from stallfree_worker.frame_stream import FrameStream
 from stallfree_worker.metrics import Outcome, WorkerMetrics
-from stallfree_worker.settings import WorkerSettings
+from stallfree_worker.progress_watch import ProgressWatch
+from stallfree_worker.request_timing import RequestTiming
+from stallfree_worker.served_request import ServedRequest
+from stallfree_worker.settings import SchedulerSettings, WorkerSettings
 from stallfree_worker.status import StatusBook
+from stallfree_worker.step_history import engine_request_id
+from stallfree_worker.submit_checks import check_submit
 
 _logger = logging.getLogger(__name__)
 
@@ -51,22 +54,6 @@ _BUSY_STATUS_INTERVAL_SECONDS = 0.1
 _TICK_SECONDS = STATUS_INTERVAL_SECONDS / 2
 
 _EventsByStream = dict[FrameStream, list[TokenEvent]]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Request:
-    """A request that has not ended."""
-
-    engine_id: RequestId
-    """Never used again, so that late events of a cancelled request cannot reach a later one of the same name."""
-    request_id: RequestId
-    attempt: int
-    num_prompt_tokens: int
-    stream: FrameStream
-    received_at: float
-    hold: contextlib.ExitStack
-    """Keeps the process from leaving; closed at the end."""
-    num_output_tokens: int = 0
 
 
 class Connections:
@@ -79,21 +66,31 @@ class Connections:
         engine: EngineProcess,
         drain: Drain,
         metrics: WorkerMetrics,
+        on_step: Callable[[StepRecord], None] = lambda _record: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_step` is told of every step that computed something, before its events leave. `clock` is the engine's:
+        monotonic seconds."""
         self._settings = settings
         self._engine = engine
         self._drain = drain
         self._metrics = metrics
+        self._on_step = on_step
         self._book = StatusBook(settings)
+        self._watch = ProgressWatch(warning_seconds=settings.no_progress_warning_seconds)
         self._clock = clock
         self._streams: dict[ConnectionId, FrameStream] = {}
-        self._requests: dict[RequestId, _Request] = {}
+        self._requests: dict[RequestId, ServedRequest] = {}
         """By the id that the engine knows."""
         self._engine_ids: dict[tuple[RequestId, int], RequestId] = {}
         """By the router's request id and attempt."""
         self._serial = itertools.count(1)
         self._published_at = clock()
+
+    @property
+    def stuck_seconds(self) -> float:
+        """How long there have been requests and no step."""
+        return self._watch.stuck_seconds
 
     # What routers do
 
@@ -124,30 +121,30 @@ class Connections:
         """Hands a request to the engine, which may still refuse it: that comes as its only event.
 
         Raises:
-            InvalidRequestError: a token id that the model does not know, or a request that is running already.
+            InvalidRequestError: what `submit_checks` refuses, or a request that is running already.
             UnavailableError: the engine is not ready, or there is no such stream.
             OverloadedError: too many requests are on their way to the engine.
             DrainingError: the worker takes no new requests.
         """
         stream = self._admit(submit)
-        engine_id = RequestId(f"{submit.request_id}#{submit.attempt}#{next(self._serial)}")
-        tbt_target_seconds = submit.tbt_target_seconds or self._settings.tbt_target_seconds
+        engine_id = engine_request_id(submit.request_id, submit.attempt, next(self._serial))
+        new = _new_request(engine_id, submit, self._settings)
         with contextlib.ExitStack() as hold:
             hold.enter_context(self._drain.request())
-            self._engine.submit(_new_request(engine_id, submit, tbt_target_seconds))
-            request = _Request(
+            self._engine.submit(new)
+            request = ServedRequest(
                 engine_id=engine_id,
                 request_id=submit.request_id,
                 attempt=submit.attempt,
                 num_prompt_tokens=len(submit.prompt_token_ids),
                 stream=stream,
-                received_at=self._clock(),
+                timing=RequestTiming(received_at=self._clock()),
                 hold=hold.pop_all(),
             )
         self._requests[engine_id] = request
         self._engine_ids[request.request_id, request.attempt] = engine_id
         stream.engine_ids.add(engine_id)
-        return SubmitAccepted(status_sequence=self._book.count_submit(), tbt_target_seconds=tbt_target_seconds)
+        return SubmitAccepted(status_sequence=self._book.count_submit(), tbt_target_seconds=new.tbt_target_seconds)
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
         """Ends a request without an event. One that is not there is cancelled already."""
@@ -158,12 +155,17 @@ class Connections:
     # What the engine does
 
     def engine_ready(self, ready: EngineReady) -> None:
-        self._book.engine_started(block_size=ready.block_size)
+        self._book.engine_started(kv_cache_tokens=ready.kv_cache_tokens)
+        self._metrics.set_kv_cache(
+            num_blocks=ready.num_blocks, num_tokens=ready.kv_cache_tokens, num_bytes=ready.kv_cache_bytes
+        )
         self._published_at = -math.inf  # the report that follows at once is news to everyone
 
     def engine_reported(self, report: EngineReport) -> None:
         """Turns a report into frames: one for each stream that has events in it, for all where a status is due."""
         self._metrics.observe_step(report.step)
+        if report.step.record is not None:
+            self._note_step(report.step.record)
         num_before = len(self._requests)
         is_news = self._book.engine_reported(report.step.status, submits_taken=report.submits_taken)
         events = self._route(report.step.events)
@@ -173,6 +175,7 @@ class Connections:
     def engine_lost(self) -> None:
         """Ends every request with an error that another worker may do better on."""
         self._book.engine_lost()
+        self._metrics.forget_engine()
         self._fail_all(WorkerLostError("the engine of this worker is lost"))
 
     def engine_restarting(self) -> None:
@@ -186,6 +189,7 @@ class Connections:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_SECONDS):
                     await self._drain.left.wait()
+            self._look_for_progress()
             if self._is_status_due(_TICK_SECONDS):
                 self._publish({}, with_status=True)
         self._fail_all(WorkerLostError("this worker had to leave before the request ended"))
@@ -199,7 +203,7 @@ class Connections:
         ready = self._engine.ready
         if ready is None:
             raise UnavailableError(f"this worker cannot serve now: {self._engine.state}", retry_after_seconds=1)
-        _check_token_ids(submit.prompt_token_ids, ready.card.vocab_size)
+        check_submit(submit, ready.card)
         if (submit.request_id, submit.attempt) in self._engine_ids:
             raise InvalidRequestError(
                 f"request_id {submit.request_id!r} is running as attempt {submit.attempt} already", param="request_id"
@@ -212,17 +216,62 @@ class Connections:
             raise OverloadedError(f"{limit} requests are on their way to the engine", retry_after_seconds=1)
         return stream
 
-    def _cancel(self, request: _Request) -> None:
+    def _note_step(self, record: StepRecord) -> None:
+        self._watch.note_step(self._clock())
+        for engine_id in record.preempted_request_ids:
+            if engine_id in self._requests:
+                self._requests[engine_id].timing.note_preemption(record.started_at)
+        for engine_id, num_tokens, context_tokens in zip(
+            record.request_ids, record.chunk_tokens, record.context_tokens, strict=True
+        ):
+            request = self._requests.get(engine_id)
+            if request is not None:  # else it was cancelled while the step ran
+                self._note_chunk(request.timing, record, num_computed=context_tokens + num_tokens)
+        self._on_step(record)
+
+    def _note_chunk(self, timing: RequestTiming, record: StepRecord, *, num_computed: int) -> None:
+        is_first = timing.scheduling_delay_seconds is None
+        timing.note_chunk(started_at=record.started_at, ended_at=record.ended_at, num_computed=num_computed)
+        if is_first and timing.scheduling_delay_seconds is not None:
+            self._metrics.scheduling_delay.observe(timing.scheduling_delay_seconds)
+
+    def _look_for_progress(self) -> None:
+        is_stuck_anew = self._watch.check(self._clock(), has_work=bool(self._requests))
+        self._metrics.no_progress.set(self._watch.stuck_seconds)
+        if is_stuck_anew:
+            _logger.error("no progress: requests are here and nothing is computed", extra=self._needs())
+
+    def _needs(self) -> dict[str, object]:
+        """What the oldest request without a token asks for, or the oldest of all, and what there is."""
+        status = self._make_status()
+        requests = self._requests.values()
+        head = next((request for request in requests if request.num_output_tokens == 0), next(iter(requests)))
+        return {
+            "request_id": head.request_id,
+            "waiting_seconds": round(self._clock() - head.timing.received_at, 3),
+            "needed_tokens": head.num_prompt_tokens + head.num_output_tokens,
+            "kv_free_tokens": status.kv_free_tokens,
+            "kv_total_tokens": status.kv_total_tokens,
+            "requests_running": status.requests_running,
+            "requests_waiting": status.requests_waiting,
+            "submits_untaken": self._book.submits_untaken,
+        }
+
+    def _cancel(self, request: ServedRequest) -> None:
         self._engine.cancel(request.engine_id)
         self._end(request, "abort")
 
-    def _end(self, request: _Request, outcome: Outcome) -> None:
+    def _end(self, request: ServedRequest, outcome: Outcome) -> None:
         """Forgets `request`. The one place where a request that was accepted ends."""
         del self._requests[request.engine_id]
         del self._engine_ids[request.request_id, request.attempt]
         request.stream.engine_ids.discard(request.engine_id)
         request.hold.close()
-        self._metrics.count_outcome(outcome)
+        now = self._clock()
+        request.timing.note_end(now)
+        self._metrics.observe_end(request.timing)
+        if outcome != "rejected":  # a refusal has been counted with its reason
+            self._metrics.count_outcome(outcome)
         _logger.info(
             "request finished",
             extra={
@@ -231,7 +280,7 @@ class Connections:
                 "outcome": outcome,
                 "prompt_tokens": request.num_prompt_tokens,
                 "completion_tokens": request.num_output_tokens,
-                "seconds": round(self._clock() - request.received_at, 6),
+                "seconds": round(now - request.timing.received_at, 6),
             },
         )
 
@@ -243,24 +292,25 @@ class Connections:
                 events_by_stream.setdefault(request.stream, []).append(self._note(request, event))
         return events_by_stream
 
-    def _note(self, request: _Request, event: EngineEvent) -> TokenEvent:
-        """Takes `event` into account, and turns it into what the router reads."""
-        if event.token_id is not None:
-            request.num_output_tokens = event.index + 1
-            if event.index == 0:
-                self._metrics.time_to_first_token.observe(self._clock() - request.received_at)
+    def _note(self, request: ServedRequest, event: EngineEvent) -> TokenEvent:
+        if event.token_id is not None and event.index == 0:
+            self._metrics.time_to_first_token.observe(self._clock() - request.timing.received_at)
+        told = request.tell(event)
         if event.error is not None:
-            self._end(request, "rejected" if _is_refusal(event.error) else "error")
+            self._end_by(request, event.error)
         elif event.finish_reason is not None:
             self._end(request, event.finish_reason)
-        else:
-            return _token_event(request, event)
-        return _token_event(request, event, usage=_usage(request))
+        return told
+
+    def _end_by(self, request: ServedRequest, error: ErrorInfo) -> None:
+        if _is_refusal(error):
+            self._metrics.count_refusal(error.code)
+        self._end(request, "rejected" if _is_refusal(error) else "error")
 
     def _fail_all(self, error: StallfreeError) -> None:
         events: _EventsByStream = {}
         for request in tuple(self._requests.values()):
-            events.setdefault(request.stream, []).append(_failure(request, error.info))
+            events.setdefault(request.stream, []).append(request.failure(error.info))
             self._engine.cancel(request.engine_id)
             self._end(request, "error")
         self._publish(events, with_status=True)
@@ -283,52 +333,19 @@ class Connections:
         return status
 
 
-def _check_token_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:
-    smallest, largest = min(token_ids), max(token_ids)
-    if smallest < 0 or largest >= vocab_size:
-        wrong = smallest if smallest < 0 else largest
-        raise InvalidRequestError(
-            f"prompt_token_ids must lie in 0 to {vocab_size - 1}, and one is {wrong}", param="prompt_token_ids"
-        )
-
-
-def _new_request(engine_id: RequestId, submit: SubmitRequest, tbt_target_seconds: float) -> NewRequest:
+def _new_request(engine_id: RequestId, submit: SubmitRequest, settings: SchedulerSettings) -> NewRequest:
     return NewRequest(
         request_id=engine_id,
         prompt_token_ids=submit.prompt_token_ids,
         sampling=submit.sampling,
-        tbt_target_seconds=tbt_target_seconds,
+        tbt_target_seconds=submit.tbt_target_seconds or settings.tbt_target_seconds,
         expected_output_tokens=submit.expected_output_tokens,
+        ttft_target_seconds=submit.ttft_target_seconds or settings.ttft_target_seconds,
+        priority=submit.priority,
+        cache_salt=submit.cache_salt,
     )
 
 
 def _is_refusal(error: ErrorInfo) -> bool:
     """Whether the request was never begun: the client's mistake (4xx), or no room (429)."""
     return StallfreeError.from_info(error).http_status < StallfreeError.http_status
-
-
-def _usage(request: _Request) -> Usage:
-    return Usage(prompt_tokens=request.num_prompt_tokens, completion_tokens=request.num_output_tokens)
-
-
-def _token_event(request: _Request, event: EngineEvent, usage: Usage | None = None) -> TokenEvent:
-    return TokenEvent(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        index=event.index,
-        token_ids=() if event.token_id is None else (event.token_id,),
-        finish_reason=event.finish_reason,
-        usage=usage,
-        error=event.error,
-    )
-
-
-def _failure(request: _Request, error: ErrorInfo) -> TokenEvent:
-    return TokenEvent(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        index=request.num_output_tokens,
-        token_ids=(),
-        usage=_usage(request),
-        error=error,
-    )

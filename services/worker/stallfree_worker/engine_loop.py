@@ -106,7 +106,13 @@ def _ready(loaded: LoadedModel, engine: Engine) -> EngineReady:
             extra={"model_max_len": card.max_model_len, "max_model_len": engine.max_model_len},
         )
         card = card.model_copy(update={"max_model_len": engine.max_model_len})
-    return EngineReady(card=card, tokenizer_path=loaded.tokenizer_path, block_size=loaded.runner.block_size)
+    return EngineReady(
+        card=card,
+        tokenizer_path=loaded.tokenizer_path,
+        num_blocks=loaded.runner.num_blocks,
+        kv_cache_tokens=engine.kv_cache_tokens,
+        kv_cache_bytes=loaded.kv_cache_bytes,
+    )
 
 
 def _read_commands(pipe: Connection, commands: queue.Queue[Command]) -> None:
@@ -124,13 +130,20 @@ def _serve(setup: EngineSetup, commands: queue.Queue[Command], reports: Connecti
     loaded = setup.load_model(settings)
     # the first steps of a model are slow: not learned from
     calibrate(Engine(settings, loaded.runner, time.monotonic), max_chunk_tokens=1)
-    engine = Engine(settings, loaded.runner, time.monotonic)
+    engine = Engine(settings, loaded.runner, time.monotonic, has_prefix_cache=settings.prefix_caching)
     calibrate(engine, max_chunk_tokens=settings.max_step_tokens)
     ready = _ready(loaded, engine)
     gc.collect()
     gc.freeze()  # what the model is made of lives as long as the process: the collector need not walk it between steps
     _logger.info(
-        "engine ready", extra={"model": ready.card.model, "load_seconds": round(time.monotonic() - started_at, 3)}
+        "engine ready",
+        extra={
+            "model": ready.card.model,
+            "max_model_len": ready.card.max_model_len,
+            "kv_cache_tokens": ready.kv_cache_tokens,
+            "kv_cache_bytes": ready.kv_cache_bytes,
+            "load_seconds": round(time.monotonic() - started_at, 3),
+        },
     )
     reports.send(ready)
     EngineLoop(engine, commands=commands, send_report=reports.send).run()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stallfree_shared.wire import ModelCard, RequestId
-from stallfree_worker.engine.step import EngineEvent, NewRequest, StepReport
+from stallfree_worker.engine.step import EngineEvent, EngineStatus, NewRequest, StepRecord, StepReport
 from stallfree_worker.loaded_model import ModelLoader
 from stallfree_worker.settings import WorkerSettings
 
@@ -52,7 +52,11 @@ class EngineReady:
     card: ModelCard
     """`max_model_len` as the KV cache can hold it."""
     tokenizer_path: Path
-    block_size: int
+    num_blocks: int
+    kv_cache_tokens: int
+    """What all blocks together hold, in requests of the longest kind."""
+    kv_cache_bytes: int
+    """What all blocks together take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +66,29 @@ class EngineReport:
     """`Submit` commands that this process has handed to its engine so far; `step.status` includes all of them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Events travel as plain tuples: pickling them as objects took the engine 5 µs a token between its steps."""
-        events = tuple(map(_event_values, self.step.events))
-        return _restore_report, (events, dataclasses.replace(self.step, events=()), self.submits_taken)
+        """Events and the record travel as plain tuples: pickling events as objects took the engine 5 µs a token between
+        its steps."""
+        step = self.step
+        events = tuple(map(_event_values, step.events))
+        record = None if step.record is None else _record_values(step.record)
+        return _restore_report, (events, step.status, record, self.submits_taken)
 
 
 _EVENT_FIELDS = tuple(field.name for field in dataclasses.fields(EngineEvent))
+_RECORD_FIELDS = tuple(field.name for field in dataclasses.fields(StepRecord))
 _event_values = attrgetter(*_EVENT_FIELDS)
+_record_values = attrgetter(*_RECORD_FIELDS)
 
 
-def _restore_report(events: tuple[tuple[Any, ...], ...], step: StepReport, submits_taken: int) -> EngineReport:
-    restored = tuple(EngineEvent(**dict(zip(_EVENT_FIELDS, values, strict=True))) for values in events)
-    return EngineReport(step=dataclasses.replace(step, events=restored), submits_taken=submits_taken)
+def _restore_report(
+    events: tuple[tuple[Any, ...], ...], status: EngineStatus, record: tuple[Any, ...] | None, submits_taken: int
+) -> EngineReport:
+    step = StepReport(
+        events=tuple(EngineEvent(**dict(zip(_EVENT_FIELDS, values, strict=True))) for values in events),
+        status=status,
+        record=None if record is None else StepRecord(**dict(zip(_RECORD_FIELDS, record, strict=True))),
+    )
+    return EngineReport(step=step, submits_taken=submits_taken)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,8 @@ class LoadedModel:
     """As the model itself has it; the engine process lowers `max_model_len` to what the KV cache can hold."""
     tokenizer_path: Path
     """The tokenizer.json that `card.tokenizer_sha256` is the hash of."""
+    kv_cache_bytes: int = 0
+    """What the blocks of `runner` take together, in bytes."""
 
 
 ModelLoader = Callable[[WorkerSettings], LoadedModel]

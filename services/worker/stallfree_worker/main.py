@@ -13,6 +13,7 @@ from stallfree_worker.app import create_app
 from stallfree_worker.loaded_model import ModelLoader
 from stallfree_worker.real_model import load_real_model
 from stallfree_worker.settings import WorkerSettings
+from stallfree_worker.trace import TraceFileError
 
 
 async def run(settings: WorkerSettings, load_model: ModelLoader) -> int:
@@ -33,7 +34,12 @@ async def run(settings: WorkerSettings, load_model: ModelLoader) -> int:
 def main(load_model: ModelLoader = load_real_model) -> None:
     settings = load_settings(WorkerSettings, program="stallfree-worker")
     configure_logging(service="stallfree-worker", level=settings.log_level, log_format=settings.log_format)
-    sys.exit(asyncio.run(run(settings, load_model)))
+    try:
+        status = asyncio.run(run(settings, load_model))
+    except TraceFileError as error:
+        sys.stderr.write(f"stallfree-worker: --trace (STALLFREE_TRACE): {error}\n")
+        status = 2
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ class ModelSettings(SettingsGroup):
     dtype: Dtype = Field("auto", description="Number format of weights and KV cache; auto takes the model's own.")
     device: Device = Field("auto", description="Where to compute; auto takes CUDA where there is a GPU.")
     attention_backend: AttentionBackend = Field("reference", description="Implementation of paged attention.")
-    tensor_parallel_size: Literal[1] = Field(1, description="GPUs that share one model; one is what there is so far.")
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=1, description="GPUs that share one model; one is what there is so far."
+    )
     threads: int = Field(0, ge=0, description="CPU threads for the model; 0 takes one per core.")
     chat_template: Path | None = Field(
         None, description="File with a Jinja chat template, in place of the model's own."
@@ -52,6 +54,10 @@ class CacheSettings(SettingsGroup):
         ge=1,
         description="Bytes for the KV cache, such as 512MiB or 4GiB; by default what --gpu-memory-utilization leaves "
         "on a GPU, and 1GiB on a CPU.",
+    )
+    prefix_caching: bool = Field(
+        True,
+        description="Keep the blocks of computed tokens for later requests that begin alike, until the room is needed.",
     )
     gpu_memory_utilization: float = Field(
         0.9,
@@ -89,6 +95,22 @@ class SchedulerSettings(SettingsGroup):
         gt=0,
         description="Default target for the time between two tokens; a gap beyond it counts as a stall.",
     )
+    ttft_target_seconds: float = Field(
+        5.0,
+        gt=0,
+        description="Default target for the time to the first token. Short prompts go first while longer ones can "
+        "still meet theirs.",
+    )
+    max_prefill_wait_seconds: float = Field(
+        5.0,
+        gt=0,
+        description="Most seconds that a prompt, new or half computed, goes without a chunk while later ones get "
+        "theirs; then it comes first, whatever its length. Prompts of like length and target always come in order of "
+        "arrival.",
+    )
+    priority_step_seconds: float = Field(
+        30.0, gt=0, description="Seconds of waiting that lift a request by one priority, so that none waits for ever."
+    )
     max_waiting_requests: int = Field(1024, ge=1, description="Most requests that wait; more are refused (429).")
     max_waiting_tokens: int = Field(
         1_000_000, ge=1, description="Most prompt tokens that wait; more are refused (429)."
@@ -116,6 +138,23 @@ class EngineProcessSettings(SettingsGroup):
         3,
         ge=0,
         description="Times that a dead engine is started anew within ten minutes; then the worker exits.",
+    )
+    trace: Path | None = Field(
+        None, description="File to which every step is written as a Chrome trace (open it in Perfetto)."
+    )
+    trace_max_bytes: ByteSize = Field(
+        ByteSize(256 * 1024 * 1024),
+        ge=65536,
+        description="Bytes at which the trace is renamed to FILE.1, in place of the one before, and begun anew.",
+    )
+    no_progress_warning_seconds: float = Field(
+        10.0, gt=0, description="Seconds that requests are here without a step; then a log line tells what is wanted."
+    )
+    no_progress_liveness_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds that requests are here without a step; then /livez fails, so that the pod is restarted. "
+        "Longer than --step-timeout-seconds, which mends an engine that is silent.",
     )
     max_frames_behind: int = Field(
         4096, ge=1, description="Frames that may wait for a slow router; then its stream is cut."

@@ -36,7 +36,7 @@ class StatusBook:
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
         self._engine = _NOTHING
-        self._block_size = 0
+        self._kv_cache_tokens = 0
         self._submits_sent = 0
         self._submits_taken = 0
         self._sent_to_former_engines = 0
@@ -52,14 +52,14 @@ class StatusBook:
         self._submits_sent += 1
         return self._submits_sent * _STRIDE - 1
 
-    def engine_started(self, *, block_size: int) -> None:
-        self._block_size = block_size
+    def engine_started(self, *, kv_cache_tokens: int) -> None:
+        self._kv_cache_tokens = kv_cache_tokens
         self._sent_to_former_engines = self._submits_sent
 
     def engine_lost(self) -> None:
         """All that was submitted has ended with the engine, so the empty status includes all of it."""
         self._engine = _NOTHING
-        self._block_size = 0
+        self._kv_cache_tokens = 0
         self._include(self._submits_sent)
 
     def engine_reported(self, status: EngineStatus, *, submits_taken: int) -> bool:
@@ -77,8 +77,8 @@ class StatusBook:
             is_draining=is_draining,
             max_num_seqs=self._settings.max_num_seqs,
             token_budget_tokens=engine.token_budget_tokens,
-            kv_total_tokens=engine.num_blocks * self._block_size,
-            kv_free_tokens=engine.num_free_blocks * self._block_size,
+            kv_total_tokens=self._kv_cache_tokens,
+            kv_free_tokens=self._kv_cache_tokens * engine.num_free_blocks // max(1, engine.num_blocks),
             requests_running=engine.requests_running,
             requests_waiting=engine.requests_waiting,
             prefill_tokens_left=engine.prefill_tokens_left,

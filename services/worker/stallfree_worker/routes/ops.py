@@ -8,15 +8,22 @@ from prometheus_client import generate_latest
 
 from stallfree_shared.drain import Drain
 from stallfree_shared.metrics import METRICS_CONTENT_TYPE
+from stallfree_worker.connections import Connections
 from stallfree_worker.engine_process import EngineProcess
 from stallfree_worker.metrics import WorkerMetrics
 
 
-def ops_routes(*, engine: EngineProcess, drain: Drain, metrics: WorkerMetrics) -> APIRouter:
+def ops_routes(
+    *, engine: EngineProcess, drain: Drain, metrics: WorkerMetrics, connections: Connections, max_stuck_seconds: float
+) -> APIRouter:
+    """`max_stuck_seconds` is how long requests may be here without a step before this process counts as dead."""
     router = APIRouter()
 
     @router.get("/livez")
     async def livez() -> JSONResponse:
+        if connections.stuck_seconds >= max_stuck_seconds:
+            reason = f"requests have been here for {connections.stuck_seconds:.0f} s without a step"
+            return JSONResponse({"status": "stuck", "reason": reason}, status_code=503)
         return JSONResponse({"status": "alive"})
 
     @router.get("/readyz")

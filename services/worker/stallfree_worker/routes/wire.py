@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from stallfree_shared.errors import InvalidRequestError, PayloadTooLargeError, StallfreeError, UnavailableError
 from stallfree_shared.wire import (
     FRAMES_PATH,
+    MAX_DEFINITION_BYTES,
     MODEL_PATH,
     REQUESTS_PATH,
     TOKENIZER_PATH,
@@ -32,7 +33,8 @@ from stallfree_worker.routes.errors import invalid_body
 _FRAMES_CONTENT_TYPE = b"application/x-ndjson"
 _MAX_ID_CHARACTERS = 256
 _MAX_BYTES_PER_TOKEN_ID = 12
-_BODY_BYTES_BESIDE_PROMPT = 64 * 1024
+_BODY_BYTES_BESIDE_PROMPT = 64 * 1024 + 6 * MAX_DEFINITION_BYTES
+"""JSON writes a byte of a definition with six at most, as \\u0001."""
 
 
 def wire_routes(*, engine: EngineProcess, connections: Connections, metrics: WorkerMetrics) -> APIRouter:
@@ -60,8 +62,8 @@ def wire_routes(*, engine: EngineProcess, connections: Connections, metrics: Wor
     async def submit(request: Request) -> Response:
         try:
             accepted = connections.submit(_parse(await _read_body(request, max_bytes=_max_body_bytes(engine))))
-        except StallfreeError:
-            metrics.count_outcome("rejected")
+        except StallfreeError as error:
+            metrics.count_refusal(error.code)
             raise
         return Response(accepted.model_dump_json(), status_code=202, media_type="application/json")
 
@@ -87,7 +89,7 @@ def _parse(body: bytes) -> SubmitRequest:
 
 
 def _max_body_bytes(engine: EngineProcess) -> int:
-    """What the longest prompt that the model takes can need."""
+    """What the longest prompt that the model takes can need, and the largest definition."""
     return _BODY_BYTES_BESIDE_PROMPT + _MAX_BYTES_PER_TOKEN_ID * _ready(engine).card.max_model_len
 
 
