@@ -113,8 +113,9 @@ def _add_flag(parser: argparse.ArgumentParser, *names: str, **options: Any) -> N
 def _explain(error: ValidationError) -> list[str]:
     lines = []
     for problem in error.errors():
-        name = "_".join(str(part) for part in problem["loc"]) or "settings"
+        name, *inside = map(str, problem["loc"] or ("settings",))
         flag, variable = f"--{name.replace('_', '-')}", f"{ENV_PREFIX}{name.upper()}"
+        place = f"{'.'.join(inside)}: " if inside else ""
         got = "nothing" if problem["type"] == "missing" else repr(problem["input"])
-        lines.append(f"{flag} ({variable}): {problem['msg'].removeprefix('Value error, ')}; got {got}")
+        lines.append(f"{flag} ({variable}): {place}{problem['msg'].removeprefix('Value error, ')}; got {got}")
     return lines

@@ -69,7 +69,8 @@ class Answer:
             if choice["finish_reason"] is not None:
                 assert choice["index"] not in self.finish_reasons
                 self.finish_reasons[choice["index"]] = choice["finish_reason"]
-        self.usage = body.get("usage") or self.usage
+        if body.get("usage"):
+            self.usage = {name: count for name, count in body["usage"].items() if name != "prompt_tokens_details"}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -33,6 +33,7 @@ from stallfree_shared.wire import (
     SubmitAccepted,
     SubmitRequest,
     TokenEvent,
+    TokenLogprobs,
     Usage,
 )
 from stallfree_shared.worker_status import StepTimeCoefficients, WorkerStatus
@@ -46,6 +47,7 @@ Key = tuple[RequestId, int]
 class _Running:
     submit: SubmitRequest
     num_sent: int = 0
+    has_told_prompt: bool = False
 
 
 class _Server(uvicorn.Server):
@@ -55,7 +57,8 @@ class _Server(uvicorn.Server):
 
 
 class FakeWorker:
-    """Emits token FIRST_TOKEN_ID + i as output token i of each request, one a step."""
+    """Emits token FIRST_TOKEN_ID + i as output token i of each request, one a step. Log-probabilities are minus the
+    token id; those of a prompt come before, each in an event of its own."""
 
     def __init__(self, *, model: str = MODEL, step_seconds: float = 0.002, max_model_len: int = 10_000) -> None:
         self.card = ModelCard(
@@ -69,6 +72,8 @@ class FakeWorker:
         self.status_seconds = 0.1
         self.is_ready = True
         self.is_draining = False
+        self.tells_prompt = True
+        """Log-probabilities of prompts are told where they were asked for."""
         self.hold_at: int | None = None
         """No request gets an output token with this index or a higher one."""
         self.stop_at: int | None = None
@@ -191,8 +196,19 @@ class FakeWorker:
         while True:
             await asyncio.sleep(self.step_seconds)
             for key, running in tuple(self.running.items()):
+                self._tell_prompt(key, running)
                 if self.hold_at is None or running.num_sent < self.hold_at:
                     self._emit(key, running)
+
+    def _tell_prompt(self, key: Key, running: _Running) -> None:
+        submit, queue = running.submit, self._frames.get(running.submit.connection_id)
+        if not self.tells_prompt or running.has_told_prompt or queue is None or submit.sampling.prompt_logprobs is None:
+            return
+        running.has_told_prompt = True
+        for token_id in submit.prompt_token_ids[1:]:
+            told = (TokenLogprobs(logprob=-float(token_id)),)
+            event = TokenEvent(request_id=key[0], attempt=key[1], index=0, token_ids=(), prompt_logprobs=told)
+            queue.put_nowait(Frame(events=(event,)))
 
     def _emit(self, key: Key, running: _Running) -> None:
         submit, index = running.submit, running.num_sent
@@ -202,17 +218,26 @@ class FakeWorker:
         running.num_sent += 1
         num_tokens = min(submit.sampling.max_tokens, self.stop_at or submit.sampling.max_tokens)
         is_last = running.num_sent >= num_tokens
-        usage = Usage(prompt_tokens=len(submit.prompt_token_ids), completion_tokens=running.num_sent)
+        usage = Usage(prompt_tokens=len(submit.prompt_token_ids), completion_tokens=running.num_sent, cached_tokens=1)
         event = TokenEvent(
             request_id=submit.request_id,
             attempt=submit.attempt,
             index=index,
             token_ids=(FIRST_TOKEN_ID + index,),
+            logprobs=None
+            if submit.sampling.logprobs is None
+            else (TokenLogprobs(logprob=-float(FIRST_TOKEN_ID + index)),),
             finish_reason=None if not is_last else ("stop" if running.num_sent == self.stop_at else "length"),
-            usage=usage if is_last else None,
+            usage=usage if is_last or index == 0 else None,
         )
         if self.error_at is not None and self.error_at[0] == index:
-            update = {"error": self.error_at[1], "token_ids": (), "finish_reason": None, "usage": None}
+            update = {
+                "error": self.error_at[1],
+                "token_ids": (),
+                "logprobs": None,
+                "finish_reason": None,
+                "usage": None,
+            }
             event = event.model_copy(update=update)
         if event.is_last:
             del self.running[key]

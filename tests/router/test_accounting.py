@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stallfree_router.accounting import Accounting, CallAccount
-from stallfree_router.generation import TextEvent
 from stallfree_router.metrics import RouterMetrics
+from stallfree_router.output_text import TextEvent
 from stallfree_shared.errors import OverloadedError, SlowClientError, StallfreeError, WorkerLostError
 from stallfree_shared.wire import FinishReason
 

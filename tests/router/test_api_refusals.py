@@ -119,6 +119,10 @@ async def test_a18_half_a_surrogate_pair_is_refused(client: httpx.AsyncClient, *
         ({"best_of": 10**9}, "best_of"),
         ({"logprobs": 10**6}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 266}, "prompt_logprobs"),
+        ({"prompt_logprobs": 20, "prompt": "x" * 500, "n": 8}, "prompt_logprobs"),
+        ({"logprobs": 20, "echo": True, "prompt": ["x" * 500] * 8}, "logprobs"),
+        ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
         ({"max_tokens": 10**12}, "prompt"),
     ],
 )
@@ -194,25 +198,17 @@ async def test_a36_what_is_no_json_object_is_refused(client: httpx.AsyncClient, 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"response_format": {"type": "json_schema", "schema": {}}},
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "xml"}},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tools": [{"type": "function"}], "tool_choice": "auto"},
         {"tool_choice": "required"},
         {"functions": [{"name": "f"}]},
-        {"logprobs": True},
-        {"top_logprobs": 3},
-        {"logit_bias": {"5": 1}},
-        {"presence_penalty": 3},
-        {"frequency_penalty": 0.5},
-        {"repetition_penalty": 0},
+        {"echo": True},
+        {"stream": True, "prompt_logprobs": 0},
         {"modalities": ["text", "audio"]},
         {"audio": {"voice": "alloy"}},
         {"chat_template": "{% for a in range(999) %}{% endfor %}"},
         {"chat_template_kwargs": {"chat_template": "x"}},
         {"continue_final_message": True},
-        {"structured_outputs": {}},
     ],
 )
 async def test_a37_a40_what_would_change_the_answer_is_refused_by_name(
@@ -223,10 +219,40 @@ async def test_a37_a40_what_would_change_the_answer_is_refused_by_name(
     assert error["param"] in fields
 
 
-@pytest.mark.parametrize("fields", [{"logprobs": 0}, {"echo": True}, {"suffix": "x"}, {"best_of": 2}])
+@pytest.mark.parametrize("fields", [{"top_logprobs": 1}, {"suffix": "x"}, {"best_of": 2}])
 async def test_a37_so_are_those_of_completions(client: httpx.AsyncClient, fields: Fields) -> None:
     error = error_of(await client.post("/v1/completions", json=COMPLETION | fields), 400)
     assert (error["code"], error["param"]) == ("unsupported_parameter", next(iter(fields)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_whitespace_pattern": " *"},
+        {"logits_processors": ["x"]},
+        {"return_tokens_as_token_ids": True},
+        {"structured_outputs": {"structural_tag": "{}", "regex": "a"}},
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " *"}},
+        {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+        {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+    ],
+)
+async def test_a37_what_vllm_knows_and_this_server_would_not_do_is_refused_by_name(
+    client: httpx.AsyncClient, fields: Fields
+) -> None:
+    error = error_of(await client.post("/v1/completions", json=COMPLETION | fields), 400)
+    assert error["code"] == "unsupported_parameter"
+    assert str(error["param"]).split(".")[0] in fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"guided_json": 5}, "guided_json"), ({"structured_outputs": {"json": [1]}}, "structured_outputs.json")],
+)
+async def test_a43_a_field_of_two_types_is_named_once(client: httpx.AsyncClient, fields: Fields, param: str) -> None:
+    error = error_of(await client.post("/v1/completions", json=COMPLETION | fields), 400)
+    assert error["param"] == param
+    assert str(error["message"]).startswith(f"{param}: must be a JSON schema")
 
 
 @pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
 
 import pytest
 from starlette.responses import Response
 
 from stallfree_router.attempt import MAX_EVENTS_BEHIND
 from stallfree_router.breaker import FIRST_OPEN_SECONDS
+from stallfree_router.messages import Generation, OutputTokens
 from stallfree_router.workers import MAX_RETRY_AFTER_SECONDS
 from stallfree_shared.errors import (
     ContextLengthExceededError,
@@ -23,7 +25,7 @@ from stallfree_shared.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from stallfree_shared.wire import RequestId, TokenEvent
+from stallfree_shared.wire import RequestId, TokenEvent, TokenLogprobs
 from tests.router.fake_worker import FIRST_TOKEN_ID, MODEL, FakeWorker
 from tests.router.routing import SETTINGS, collect, generation, routing
 from tests.support.waiting import wait_until
@@ -378,3 +380,97 @@ async def test_an_error_keeps_its_kind_on_the_way_from_the_worker() -> None:
             await anext(outputs)
         assert not isinstance(failed.value, InvalidRequestError)
         await router.idle()
+
+
+def scored(name: str = "r1", *, max_tokens: int = 3) -> Generation:
+    """A generation that asks for log-probabilities of its prompt and its output."""
+    plain = generation(name, max_tokens=max_tokens, num_prompt_tokens=4)
+    return replace(plain, sampling=plain.sampling.model_copy(update={"logprobs": 0, "prompt_logprobs": 0}))
+
+
+def told(outputs: list[OutputTokens]) -> tuple[list[float], list[float]]:
+    """The log-probabilities of the prompt and of the output."""
+    prompt = [each.logprob for output in outputs for each in output.prompt_logprobs or ()]
+    return prompt, [each.logprob for output in outputs for each in output.logprobs or ()]
+
+
+async def test_log_probabilities_of_the_prompt_come_with_the_first_token() -> None:
+    worker = FakeWorker()
+    async with worker.serving() as url, routing(url) as router:
+        await router.usable()
+        outputs = [output async for output in router.dispatcher.generate(scored())]
+        assert [output.index for output in outputs] == [0, 1, 2]
+        assert [output.prompt_logprobs is None for output in outputs] == [False, True, True]
+        assert told(outputs) == ([-2, -3, -4], [-1000, -1001, -1002])
+        assert [None if output.usage is None else output.usage.cached_tokens for output in outputs] == [1, None, 1]
+        await router.idle()
+
+
+async def test_c02_a_worker_lost_amid_the_prompts_log_probabilities_is_replaced_and_they_are_told_once() -> None:
+    first, second = FakeWorker(), FakeWorker()
+    first.hold_at = second.hold_at = 0
+    async with first.serving() as url, second.serving() as other_url, routing(url, other_url) as router:
+        await router.usable(2)
+        outputs: list[OutputTokens] = []
+
+        async def read() -> None:
+            outputs.extend([output async for output in router.dispatcher.generate(scored())])
+
+        task = asyncio.create_task(read())
+        await wait_until(
+            lambda: any(each.has_told_prompt for each in (*first.running.values(), *second.running.values()))
+        )
+        lost, other = (first, second) if first.running else (second, first)
+        other.hold_at = None
+        lost.cut_frames()
+        await task
+        assert told(outputs) == ([-2, -3, -4], [-1000, -1001, -1002])
+        assert len(other.submits) == 1
+        await router.idle()
+
+
+@pytest.mark.parametrize("logprobs", [None, (TokenLogprobs(logprob=-1.0),)], ids=["of the token", "of the prompt"])
+async def test_missing_log_probabilities_are_a_lost_worker_and_never_a_shorter_answer(
+    logprobs: tuple[TokenLogprobs, ...] | None,
+) -> None:
+    workers = FakeWorker(), FakeWorker()
+    for worker in workers:
+        worker.hold_at, worker.tells_prompt = 0, False
+    async with workers[0].serving() as url, workers[1].serving() as other_url, routing(url, other_url) as router:
+        await router.usable(2)
+        task = asyncio.create_task(collect(router.dispatcher.generate(scored())))
+        await wait_until(lambda: any(each.running for each in workers))
+        worse, other = workers if workers[0].running else reversed(workers)
+        other.hold_at, other.tells_prompt = None, True
+        worse.send(TokenEvent(request_id=RequestId("r1"), attempt=1, index=0, token_ids=(5,), logprobs=logprobs))
+        async with asyncio.timeout(5):
+            assert await task == expected(3)
+        await router.idle()
+
+
+async def test_a_generation_takes_its_targets_its_priority_and_its_salt_to_the_worker() -> None:
+    worker = FakeWorker()
+    async with worker.serving() as url, routing(url) as router:
+        await router.usable()
+        asked = replace(generation(), tbt_target_seconds=0.5, ttft_target_seconds=9.0, priority=-3, cache_salt="s")
+        await collect(router.dispatcher.generate(asked))
+        (submit,) = worker.submits
+        assert (submit.tbt_target_seconds, submit.ttft_target_seconds) == (0.5, 9.0)
+        assert (submit.priority, submit.cache_salt) == (-3, "s")
+
+
+async def test_answers_to_one_prompt_share_a_worker_and_leave_nothing_of_it() -> None:
+    workers = FakeWorker(), FakeWorker(), FakeWorker()
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(worker.serving()) for worker in workers]
+        router = await stack.enter_async_context(routing(*urls))
+        await router.usable(3)
+        for call in range(5):
+            siblings = [
+                replace(generation(f"{call}-{n}", num_prompt_tokens=500), prompt_id=f"p{call}") for n in range(4)
+            ]
+            await asyncio.gather(*(collect(router.dispatcher.generate(sibling)) for sibling in siblings))
+        placed = [{submit.request_id.split("-")[0] for submit in worker.submits} for worker in workers]
+        assert sum(map(len, placed)) == 5
+        await router.idle()
+        assert router.dispatcher.num_shared_prompts == 0

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -165,3 +167,29 @@ def test_whoever_is_picked_is_able_and_none_only_if_nobody_is(
 
 def test_work_is_the_demands_prompt_and_expected_output() -> None:
     assert DEMAND.work == Work(prefill_tokens=100, output_tokens=20)
+
+
+def test_answers_to_one_prompt_go_where_the_prompt_is() -> None:
+    demand = replace(DEMAND, prompt_is_at="b")
+    views = [view("a"), view("b", running=1, prefill=100), view("c")]
+    for seed in range(20):
+        choice = pick(views, demand, tried=frozenset(), rng=random.Random(seed))
+        assert choice is not None
+        assert choice.url == "b"
+    assert demand.work_at("b") == Work(prefill_tokens=1, output_tokens=20)
+    assert demand.work_at("a") == DEMAND.work
+
+
+@pytest.mark.parametrize("worse", [{"prefill": 20_000}, {"is_full": True}, {"is_draining": True}, {"is_ready": False}])
+def test_answers_to_one_prompt_go_elsewhere_where_that_worker_is_much_worse(worse: dict[str, Any]) -> None:
+    demand = replace(DEMAND, prompt_is_at="b")
+    choice = pick([view("a"), view("b", **worse)], demand, tried=frozenset(), rng=random.Random(0))
+    assert choice is not None
+    assert choice.url == "a"
+
+
+def test_a_worker_that_was_tried_is_not_preferred_for_its_cache() -> None:
+    demand = replace(DEMAND, prompt_is_at="b")
+    choice = pick([view("a"), view("b")], demand, tried=frozenset({"b"}), rng=random.Random(0))
+    assert choice is not None
+    assert choice.url == "a"

@@ -8,6 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from stallfree_router.records import RequestRecords
 from stallfree_shared.errors import WorkerLostError
 from stallfree_shared.request_state import RequestRecord, read_record
 from stallfree_shared.settings import RedisSettings
-from stallfree_shared.wire import RequestId, Usage
+from stallfree_shared.wire import MAX_DEFINITION_BYTES, RequestId, SamplingParams, StructuredOutput, Usage
 from tests.router.fake_worker import MODEL, FakeWorker
 from tests.router.routing import collect, generation, routing
 from tests.support.redis_servers import KINDS, RedisServer, redis_server
@@ -296,11 +297,21 @@ async def test_without_a_url_nothing_is_kept_and_that_is_said_once(caplog: pytes
 async def test_c34_ended_records_that_cannot_be_written_are_bounded_and_counted() -> None:
     nowhere = RedisSettings(redis_url="redis://127.0.0.1:1", redis_timeout_seconds=0.1)
     async with keeping(nowhere) as (records, metrics):
-        num_tokens = records_module.MAX_ENDED_TOKENS // 4
+        num_tokens = records_module.MAX_ENDED_SIZE // 4
         for number in range(6):
             records.open(generation(f"r{number}", num_prompt_tokens=num_tokens)).close()
         assert records.num_held == 4
         assert metrics.registry.get_sample_value("stallfree_router_records_dropped_total") == 2
+
+
+async def test_c34_what_a_client_sends_besides_a_prompt_counts_for_that_bound() -> None:
+    nowhere = RedisSettings(redis_url="redis://127.0.0.1:1", redis_timeout_seconds=0.1)
+    definition = StructuredOutput(kind="regex", definition="a" * MAX_DEFINITION_BYTES)
+    asked = SamplingParams(max_tokens=1, structured_output=definition, logit_bias=dict.fromkeys(range(1024), 1.0))
+    async with keeping(nowhere) as (records, _):
+        for number in range(200):
+            records.open(replace(generation(f"r{number}"), sampling=asked)).close()
+        assert 100 < records.num_held < 130
 
 
 async def test_a_stop_string_is_an_end_and_no_cancellation(server: RedisServer) -> None:
@@ -313,7 +324,8 @@ async def test_a_stop_string_is_an_end_and_no_cancellation(server: RedisServer) 
                 pass
             outputs.complete(num_tokens=3)
         record = await wait_for(server, "finished")
-        assert (record.finish_reason, record.usage) == ("stop", Usage(prompt_tokens=3, completion_tokens=3))
+        assert record.finish_reason == "stop"
+        assert record.usage == Usage(prompt_tokens=3, completion_tokens=3, cached_tokens=1)
         await wait_until(lambda: worker.cancels == [(RequestId("r1"), 1)], what="the cancel")
         assert router.sample("predicted_output_tokens_error_ratio_count", model=MODEL) == 1
         await router.idle()

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
-from stallfree_router.generation import TextEvent
 from stallfree_router.messages import DEFAULT_TENANT
 from stallfree_router.metrics import Outcome, RouterMetrics, StallCause
+from stallfree_router.output_text import TextEvent
 from stallfree_shared.errors import (
     InvalidRequestError,
     OverloadedError,

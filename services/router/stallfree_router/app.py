@@ -26,6 +26,7 @@ from stallfree_router.routes.front import Front
 from stallfree_router.routes.services import Services
 from stallfree_router.settings import RouterSettings
 from stallfree_router.text.registry import TokenizerRegistry
+from stallfree_router.text.structured_output import StructuredOutputChecks
 from stallfree_router.workers import Workers
 from stallfree_shared.drain import Drain
 
@@ -71,12 +72,14 @@ def assemble(
     background: Sequence[Job] = (),
 ) -> FastAPI:
     """The API side on top of any dispatching side. `background` runs from start to end, and ends in that order."""
+    checks = StructuredOutputChecks()
     text_generator = TextGenerator(
         admission=Admission(settings, drain=drain),
         served_models=served_models,
         tokenizers=tokenizers,
+        structured_output_checks=checks,
         generator=generator,
-        max_choices=settings.max_choices,
+        settings=settings,
     )
 
     @contextlib.asynccontextmanager
@@ -87,6 +90,7 @@ def assemble(
                 yield
         finally:
             tokenizers.close()
+            checks.close()
 
     app = FastAPI(
         title="Stallfree router",

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from stallfree_router.admission import Admission
 from stallfree_router.choices import merge
-from stallfree_router.messages import Generation, Outputs, OutputTokens
+from stallfree_router.messages import DEFAULT_TENANT, Generation, Outputs
+from stallfree_router.output_text import OutputText, TextEvent
+from stallfree_router.request_classes import Terms, cache_salt, resolve_terms
 from stallfree_router.sampling import resolve_sampling
-from stallfree_router.text.detokenizer import Detokenizer
-from stallfree_router.text.prompts import TokenIds, tokenize_prompts
+from stallfree_router.settings import ApiSettings
+from stallfree_router.text.prompts import TokenIds, prompt_texts, tokenize_prompts
 from stallfree_router.text.registry import TokenizerRegistry
-from stallfree_router.text.stop_strings import StopMatcher
+from stallfree_router.text.structured_output import StructuredOutputChecks
 from stallfree_router.text.tokenizer import Tokenizer
 from stallfree_shared.errors import InvalidRequestError, ModelNotFoundError, ServingError, UnavailableError
 from stallfree_shared.openai_api import ChatCompletionRequest, CompletionRequest
-from stallfree_shared.wire import FinishReason, ModelCard, RequestId
+from stallfree_shared.wire import ModelCard, RequestId, StructuredOutput
 
 GenerationBody = CompletionRequest | ChatCompletionRequest
 
+MAX_PROMPT_LOGPROBS = 64_000
+"""Most log-probabilities of prompt tokens that one call may ask for: all of them are in memory at once, and writing so
+many holds the interpreter for about 0.1 s, in which no stream moves."""
 _MAX_SHOWN_NAME_CHARACTERS = 64
 
 
@@ -54,28 +59,17 @@ class Account(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextEvent:
-    """What some tokens of one choice added to its text."""
-
-    choice: int
-    """Prompt number * n + answer number."""
-    text: str
-    """Often empty: a stop string or a character may not be whole yet."""
-    token_ids: tuple[int, ...]
-    """All of them counted and new, an end-of-sequence or stop token included."""
-    received_at: float
-    tbt_target_seconds: float
-    finish_reason: FinishReason | None = None
-    """Set on the choice's last event."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """A call that workers are answering."""
 
     model: str
     prompts: Sequence[TokenIds]
+    prompt_texts: Sequence[str]
+    """Where the prompts are to be echoed; else empty."""
     n: int
+    tokenizer: Tokenizer
+    service_tier: str
+    """The class that the call was served in."""
     events: AsyncGenerator[TextEvent | None, None]
     """Of all choices, as they come; None stands for a while of silence."""
     is_waiting_for_worker: bool
@@ -99,14 +93,16 @@ class TextGenerator:
         admission: Admission,
         served_models: ServedModels,
         tokenizers: TokenizerRegistry,
+        structured_output_checks: StructuredOutputChecks,
         generator: Generator,
-        max_choices: int,
+        settings: ApiSettings,
     ) -> None:
         self._admission = admission
         self._served_models = served_models
         self._tokenizers = tokenizers
+        self._structured_output_checks = structured_output_checks
         self._generator = generator
-        self._max_choices = max_choices
+        self._settings = settings
 
     @contextlib.asynccontextmanager
     async def answer(
@@ -118,33 +114,45 @@ class TextGenerator:
             StallfreeError: any of the tree, see errors.py.
         """
         self._check_num_choices(body)
+        terms = resolve_terms(body, self._settings)
         with self._admission.admitted():
             card = self._served_card(body.model)
             account.model = card.model
+            tokenizer = self._tokenizers.tokenizer(card)
             prompts = await tokenize_prompts(body, card, self._tokenizers)
-            generations = _generations(body, card, prompts, account)
+            _check_num_prompt_logprobs(body, prompts)
+            structure = await self._structured_output_checks.structured_output(body)
+            generations = _generations(body, card, prompts, account, terms=terms, structure=structure)
+            echoed = await prompt_texts(body, prompts, tokenizer, self._tokenizers)
             account.dispatched(prompt_tokens=sum(map(len, prompts)))
             texts = [
-                self._continue(choice, generation, body.stop, self._tokenizers.tokenizer(card))
+                self._continue(
+                    OutputText(choice, tokenizer, body.stop), generation, is_scored_only=body.max_tokens == 0
+                )
                 for choice, generation in enumerate(generations)
             ]
             async with contextlib.aclosing(merge(texts, silence_seconds=silence_seconds)) as events:
                 yield Answer(
                     model=card.model,
                     prompts=prompts,
+                    prompt_texts=echoed,
                     n=body.n,
+                    tokenizer=tokenizer,
+                    service_tier=terms.service_tier,
                     events=events,
                     is_waiting_for_worker=not self._served_models.usable(card.model),
                 )
 
     async def _continue(
-        self, choice: int, generation: Generation, stop_strings: Sequence[str], tokenizer: Tokenizer
+        self, text: OutputText, generation: Generation, *, is_scored_only: bool
     ) -> AsyncGenerator[TextEvent, None]:
-        """One choice: its tokens from a worker, as text up to the first stop string."""
-        text = OutputText(tokenizer, stop_strings)
+        """One choice: its tokens from a worker, as text up to the first stop string. Where only the prompt is scored,
+        the one token that a worker draws nevertheless is nobody's."""
         async with contextlib.aclosing(self._generator.generate(generation)) as outputs:
             async for output in outputs:
-                event = text.extend(choice, output)
+                event = text.extend(output)
+                if is_scored_only:
+                    event = replace(event, text="", token_ids=(), told=(), finish_reason="length")
                 if event.finish_reason is not None and output.finish_reason is None:
                     outputs.complete(num_tokens=output.index + len(event.token_ids))
                 yield event
@@ -165,52 +173,34 @@ class TextGenerator:
 
     def _check_num_choices(self, body: GenerationBody) -> None:
         num_prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
-        if num_prompts * body.n > self._max_choices:
+        limit = self._settings.max_choices
+        if num_prompts * body.n > limit:
             raise InvalidRequestError(
-                f"n times the number of prompts may be {self._max_choices} at most, and is {num_prompts} * {body.n}",
+                f"n times the number of prompts may be {limit} at most, and is {num_prompts} * {body.n}",
                 param="n" if body.n > 1 else "prompt",
             )
 
 
-class OutputText:
-    """The text of one choice as it grows: detokenize, then stop."""
-
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stop = StopMatcher(stop_strings)
-
-    def extend(self, choice: int, output: OutputTokens) -> TextEvent:
-        """What `output` adds. A stop string ends the choice at the token that completes it: later tokens of the same
-        output are neither shown nor counted."""
-        pieces: list[str] = []
-        finish_reason = output.finish_reason
-        token_ids = output.token_ids
-        for position, token_id in enumerate(_text_token_ids(output), 1):
-            pieces.append(self._stop.feed(self._detokenizer.feed(token_id)))
-            if self._stop.is_matched:
-                finish_reason, token_ids = "stop", token_ids[:position]
-                break
-        else:
-            if finish_reason is not None:
-                pieces.append(self._stop.feed(self._detokenizer.flush()))
-                pieces.append(self._stop.flush())
-        return TextEvent(
-            choice=choice,
-            text="".join(pieces),
-            token_ids=token_ids,
-            received_at=output.received_at,
-            tbt_target_seconds=output.tbt_target_seconds,
-            finish_reason=finish_reason,
+def _check_num_prompt_logprobs(body: GenerationBody, prompts: Sequence[TokenIds]) -> None:
+    if body.wanted_prompt_logprobs is None:
+        return
+    number = sum(map(len, prompts)) * body.n * (1 + body.wanted_prompt_logprobs)
+    if number > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"one call may ask for {MAX_PROMPT_LOGPROBS} log-probabilities of prompt tokens, and this one asks for "
+            f"{number}: its prompt tokens, times n, times one more than the likeliest ones that are told of each",
+            param="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
         )
 
 
-def _text_token_ids(output: OutputTokens) -> tuple[int, ...]:
-    """An end-of-sequence or stop token is counted and never text."""
-    return output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
-
-
 def _generations(
-    body: GenerationBody, card: ModelCard, prompts: Sequence[TokenIds], account: Account
+    body: GenerationBody,
+    card: ModelCard,
+    prompts: Sequence[TokenIds],
+    account: Account,
+    *,
+    terms: Terms,
+    structure: StructuredOutput | None,
 ) -> list[Generation]:
     """In the order of choices: all answers to the first prompt, then all to the second, …"""
     num_choices = len(prompts) * body.n
@@ -221,7 +211,14 @@ def _generations(
             ),
             model=card.model,
             prompt_token_ids=prompt,
-            sampling=resolve_sampling(body, card, num_prompt_tokens=len(prompt), answer=answer),
+            sampling=resolve_sampling(
+                body, card, num_prompt_tokens=len(prompt), answer=answer, structured_output=structure
+            ),
+            tbt_target_seconds=terms.tbt_target_seconds,
+            ttft_target_seconds=terms.ttft_target_seconds,
+            priority=terms.priority,
+            cache_salt=cache_salt(DEFAULT_TENANT, body.cache_salt),
+            prompt_id=f"{account.call_id}-{index}" if body.n > 1 else None,
             arrived_at=account.arrived_at,
         )
         for index, prompt in enumerate(prompts)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from stallfree_shared.wire import FinishReason, RequestId, SamplingParams, Usage
+from stallfree_shared.wire import FinishReason, RequestId, SamplingParams, TokenLogprobs, Usage
 
 DEFAULT_TENANT = "default"
 
@@ -23,6 +23,15 @@ class Generation:
     sampling: SamplingParams
     tbt_target_seconds: float | None = None
     """None: the worker's default."""
+    ttft_target_seconds: float | None = None
+    """None: the worker's default."""
+    priority: int = 0
+    """Lower comes first."""
+    cache_salt: str = ""
+    """Prefixes are shared only among generations of the same salt."""
+    prompt_id: str | None = None
+    """The same for all answers to one prompt of a call, where there are several: a worker that has read the prompt for
+    one of them need not read it for the others."""
     arrived_at: float
     """Monotonic instant at which the call reached this router."""
 
@@ -34,6 +43,11 @@ class OutputTokens:
     index: int
     """Position of the first of `token_ids` in the output, from 0."""
     token_ids: tuple[int, ...]
+    """At least one."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each of `token_ids`, where they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of all prompt tokens from the second on, with the first token, where they were asked for."""
     received_at: float
     """Monotonic instant at which this router read them from the worker."""
     tbt_target_seconds: float
@@ -41,7 +55,7 @@ class OutputTokens:
     finish_reason: FinishReason | None = None
     """Set on the last; "stop" means that the last token is an end or stop token, which is never text."""
     usage: Usage | None = None
-    """Set on the last."""
+    """So far; set on the first and on the last."""
 
 
 class Outputs(Protocol):

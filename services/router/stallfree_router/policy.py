@@ -11,13 +11,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stallfree_shared.errors import ContextLengthExceededError, OverloadedError, StallfreeError
 from stallfree_shared.load import Work, delay_seconds
 from stallfree_shared.worker_status import WorkerStatus
 
 BEST_FEW = 3
+MUCH_WORSE = 2.0
+"""So many times the best score is too much for a worker that is preferred for what it has cached."""
 SLOW_START_SECONDS = 10.0
 MIN_WARMTH = 0.1
 
@@ -30,10 +32,16 @@ class Demand:
     prompt_tokens: int
     max_tokens: int
     expected_output_tokens: float
+    prompt_is_at: str | None = None
+    """URL of a worker that reads the same prompt for another answer of the call: it will be in its prefix cache."""
 
     @property
     def work(self) -> Work:
         return Work(prefill_tokens=self.prompt_tokens, output_tokens=self.expected_output_tokens)
+
+    def work_at(self, url: str) -> Work:
+        """What is left to do there."""
+        return replace(self.work, prefill_tokens=1) if url == self.prompt_is_at else self.work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +64,22 @@ class WorkerView:
 def pick(
     views: Sequence[WorkerView], demand: Demand, *, tried: AbstractSet[str], rng: random.Random
 ) -> WorkerView | None:
-    """The worker for `demand`, or None where no worker can take it now. One of `tried` only where no other is left."""
+    """The worker for `demand`, or None where no worker can take it now. One of `tried` only where no other is left. The
+    one that has the prompt already, unless it is much worse than the best: a prompt that is read twice is work for
+    nothing."""
     able = [view for view in views if is_usable(view, demand.model) and _fits(view, demand) and not view.is_full]
     fresh = [view for view in able if view.url not in tried]
     warm = _warm(fresh or able, rng)
     if not warm:
         return None
     rng.shuffle(warm)  # before a stable sort: equal scores are in random order
-    best = sorted(((delay_seconds(view.status, demand.work), place, view) for place, view in enumerate(warm)))[
-        :BEST_FEW
-    ]
+    scored = sorted(
+        (delay_seconds(view.status, demand.work_at(view.url)), place, view) for place, view in enumerate(warm)
+    )
+    for score, _, view in scored:
+        if view.url == demand.prompt_is_at and score <= MUCH_WORSE * scored[0][0]:
+            return view
+    best = scored[:BEST_FEW]
     return min(rng.sample(best, min(2, len(best))))[2]
 
 

@@ -41,8 +41,10 @@ FAILURES_TO_DEGRADE = 2
 MAX_RECORDS_PER_CALL = 64
 LAST_WRITE_SECONDS = 2.0
 """For what is not written yet when the router leaves; a slow Redis holds nobody up."""
-MAX_ENDED_TOKENS = 2_000_000
-"""Most prompt and output tokens of ended requests that wait to be written."""
+MAX_ENDED_SIZE = 2_000_000
+"""Of all ended requests that wait to be written."""
+_CHARACTERS_PER_TOKEN = 8
+"""Of a definition that take as much memory as a token id."""
 
 _AnswerT = TypeVar("_AnswerT")
 
@@ -71,8 +73,12 @@ class LiveRecord:
         return self._record.has_ended
 
     @property
-    def num_tokens(self) -> int:
-        return len(self._record.prompt_token_ids) + len(self._output_token_ids)
+    def size(self) -> int:
+        """In tokens: those of prompt and output, and what else a client may make as large as it likes."""
+        sampling = self._record.sampling
+        definition = "" if sampling.structured_output is None else sampling.structured_output.definition
+        num_tokens = len(self._record.prompt_token_ids) + len(self._output_token_ids)
+        return num_tokens + len(definition) // _CHARACTERS_PER_TOKEN + len(sampling.logit_bias)
 
     def snapshot(self) -> RequestRecord:
         return replace(self._record, output_token_ids=tuple(self._output_token_ids))
@@ -119,7 +125,7 @@ class RequestRecords:
         """In a row."""
         self._live_by_id: dict[RequestId, LiveRecord] = {}
         self._ended_by_id: OrderedDict[RequestId, LiveRecord] = OrderedDict()
-        self._num_ended_tokens = 0
+        self._ended_size = 0
         self._dirty: set[LiveRecord] = set()
         self._woken = asyncio.Event()
         metrics.redis_degraded.set(0 if settings.redis_url is None else 1)
@@ -159,8 +165,8 @@ class RequestRecords:
         self._woken.set()
         if live.has_ended and self._live_by_id.pop(live.request_id, None) is not None:
             self._ended_by_id[live.request_id] = live
-            self._num_ended_tokens += live.num_tokens
-            while self._num_ended_tokens > MAX_ENDED_TOKENS:
+            self._ended_size += live.size
+            while self._ended_size > MAX_ENDED_SIZE:
                 self._forget(next(iter(self._ended_by_id.values())))
                 self._metrics.records_dropped.inc()
 
@@ -246,7 +252,7 @@ class RequestRecords:
     def _forget(self, live: LiveRecord) -> None:
         self._dirty.discard(live)
         if self._ended_by_id.pop(live.request_id, None) is not None:
-            self._num_ended_tokens -= live.num_tokens
+            self._ended_size -= live.size
 
     async def _degrade(self, redis: Redis, error: Exception) -> None:
         """Nothing that was written before is taken for granted when Redis is back."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import ByteSize, Field, SecretStr, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator
 from pydantic_settings import NoDecode
 
 from stallfree_shared.settings import DrainSettings, RedisSettings, ServerSettings, SettingsGroup
@@ -45,6 +46,19 @@ class DiscoverySettings(SettingsGroup):
         return value
 
 
+class RequestClass(BaseModel):
+    """What a call of one service tier is given where it names nothing itself."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tbt_target_seconds: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """None: the worker's own default."""
+    ttft_target_seconds: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """None: the worker's own default."""
+    priority: int = Field(0, ge=-100, le=100)
+    """Lower comes first."""
+
+
 class ApiSettings(SettingsGroup):
     """What clients may ask for."""
 
@@ -58,11 +72,56 @@ class ApiSettings(SettingsGroup):
         description="Largest request body; larger ones are refused (413).",
     )
     max_choices: int = Field(64, ge=1, description="Most answers one call may ask for: number of prompts times n.")
+    request_classes: Annotated[dict[str, RequestClass], NoDecode] = Field(
+        {
+            "flex": RequestClass(tbt_target_seconds=1.0, ttft_target_seconds=60.0, priority=10),
+            "priority": RequestClass(priority=-10),
+        },
+        description="What clients may name as service_tier, as a JSON object: name to tbt_target_seconds, "
+        "ttft_target_seconds and priority (lower comes first). Every client may name every class, so leave out what "
+        "nobody may have. The class default, where there is one, is that of calls that name none.",
+    )
+    min_priority: int = Field(
+        0,
+        ge=-100,
+        le=100,
+        description="Best priority that a call may name itself (lower comes first), beyond what its class has.",
+    )
+    min_tbt_target_seconds: float = Field(
+        0.02,
+        gt=0,
+        description="Tightest TBT target that a call may name itself, beyond what its class has: one that no step can "
+        "meet would slow every prompt on its worker.",
+    )
+    min_ttft_target_seconds: float = Field(
+        0.5,
+        gt=0,
+        description="Tightest TTFT target that a call may name itself, beyond what its class has: a tighter one comes "
+        "earlier in the queue.",
+    )
     keepalive_seconds: float = Field(
         10.0,
         gt=0,
         description="Seconds without a token after which a stream gets a comment, so that proxies keep it.",
     )
+
+    @field_validator("request_classes", mode="before")
+    @classmethod
+    def _read_json(cls, value: Any) -> Any:
+        # The settings library would do it too, but ends the start with a traceback where the text is no JSON.
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"this is not JSON: {error}") from None
+
+    @field_validator("request_classes")
+    @classmethod
+    def _check_names(cls, value: dict[str, RequestClass]) -> dict[str, RequestClass]:
+        if "auto" in value:
+            raise ValueError("no class can be called auto: it stands for the class default")
+        return value
 
 
 class AdmissionSettings(SettingsGroup):

@@ -164,6 +164,9 @@ class WorkerConnection:
             sampling=generation.sampling,
             expected_output_tokens=expected_output_tokens,
             tbt_target_seconds=generation.tbt_target_seconds,
+            ttft_target_seconds=generation.ttft_target_seconds,
+            priority=generation.priority,
+            cache_salt=generation.cache_salt,
         )
         attempt = life.attempt_by_key[request.request_id, attempt_number] = Attempt(request.request_id, attempt_number)
         life.tasks.start_soon(self._post, life.client, request, attempt)

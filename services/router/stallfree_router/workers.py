@@ -260,7 +260,7 @@ class Workers:
         reservation = Reservation(
             url,
             worker.connection,
-            work=demand.work,
+            work=demand.work_at(url),
             num_losses=worker.num_losses,
             is_trial=worker.breaker.open_until is not None,
         )

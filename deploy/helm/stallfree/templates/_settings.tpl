@@ -1,8 +1,8 @@
 {{/* Environment variables: settings as STALLFREE_…, and values that stand in Secrets. */}}
 
-{{/* A value as text. Helm reads every number as a float, and would write 1000000 as 1e+06. */}}
+{{/* A value as text, an object as JSON. Helm reads every number as a float, and would write 1000000 as 1e+06. */}}
 {{- define "stallfree.text" -}}
-{{- if and (kindIs "float64" .) (eq . (floor .)) -}}{{ printf "%.0f" . }}{{- else -}}{{ . }}{{- end -}}
+{{- if kindIs "map" . -}}{{ toJson . }}{{- else if and (kindIs "float64" .) (eq . (floor .)) -}}{{ printf "%.0f" . }}{{- else -}}{{ . }}{{- end -}}
 {{- end -}}
 
 {{/* Takes a map of settings by name; gives a list of environment variables. */}}

@@ -14,25 +14,33 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from stallfree_router.accounting import CallAccount
-from stallfree_router.generation import Answer, TextEvent
+from stallfree_router.generation import Answer
+from stallfree_router.output_text import TextEvent
 from stallfree_router.routes.bodies import parse_body, read_body
 from stallfree_router.routes.errors import error_json
 from stallfree_router.routes.services import services_of
 from stallfree_router.routes.shapes import ChoiceSoFar, Shape
 from stallfree_shared import sse
 from stallfree_shared.errors import ServingError, StallfreeError
-from stallfree_shared.openai_api import ChatCompletionRequest, CompletionRequest, CompletionUsage, GenerationBody
+from stallfree_shared.openai_api import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    CompletionUsage,
+    GenerationBody,
+    PromptTokensDetails,
+)
 
 _logger = logging.getLogger(__name__)
 
 BodyT = TypeVar("BodyT", CompletionRequest, ChatCompletionRequest)
+BodyT_contra = TypeVar("BodyT_contra", CompletionRequest, ChatCompletionRequest, contravariant=True)
 
 _STREAM_HEADERS = {"Content-Type": sse.CONTENT_TYPE, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _KEEPALIVE = sse.encode_comment("keepalive")
@@ -42,7 +50,11 @@ class _ClientLeftError(Exception):
     """Nobody waits for this answer any more."""
 
 
-async def answer_call(request: Request, body_type: type[BodyT], shape_type: Callable[..., Shape]) -> Response:
+class ShapeType(Protocol[BodyT_contra]):
+    def __call__(self, answer: Answer, body: BodyT_contra, *, call_id: str) -> Shape: ...
+
+
+async def answer_call(request: Request, body_type: type[BodyT], shape_type: ShapeType[BodyT]) -> Response:
     """A generation route: its body in `body_type`, its answer in `shape_type`."""
     services = services_of(request)
     account = CallAccount.of(request.scope)
@@ -51,7 +63,7 @@ async def answer_call(request: Request, body_type: type[BodyT], shape_type: Call
     answer = services.text_generator.answer(body, account, silence_seconds=silence_seconds)
 
     def shape_of(answer: Answer) -> Shape:
-        return shape_type(answer, call_id=account.call_id, returns_token_ids=body.return_token_ids)
+        return shape_type(answer, body, call_id=account.call_id)
 
     return AnswerResponse(answer, body=body, shape_of=shape_of, account=account)
 
@@ -72,6 +84,7 @@ class AnswerResponse(Response):
         self._request = body
         self._shape_of = shape_of
         self._account = account
+        self._cached_by_prompt: dict[int, int] = {}
         self._is_written = False
         """All of the answer is with the server. It may report the client as gone from then on, which is no abort."""
 
@@ -97,7 +110,10 @@ class AnswerResponse(Response):
         async for event in answer.events:
             if event is not None:
                 self._account.tokens(event, time.monotonic())
+                self._note_cached(answer, event)
                 choices[event.choice].add(event)
+        if self._request.wanted_prompt_logprobs is not None or self._request.wanted_logprobs is not None:
+            return await asyncio.to_thread(shape.whole, choices, self._usage(answer))  # long: others' tokens must move
         return shape.whole(choices, self._usage(answer))
 
     async def _stream(self, answer: Answer, shape: Shape, send: Send) -> None:
@@ -126,20 +142,25 @@ class AnswerResponse(Response):
         for opening in shape.opening():
             await write(sse.encode_event(opening))
         for event in first:
-            await self._write_event(event, shape, write)
+            await self._write_event(answer, event, shape, write)
         async for event in answer.events:
-            await self._write_event(event, shape, write)
+            await self._write_event(answer, event, shape, write)
         if self._request.include_usage:
             await write(sse.encode_event(shape.usage_chunk(self._usage(answer))))
         await write(sse.encode_event(sse.DONE))
 
     async def _write_event(
-        self, event: TextEvent | None, shape: Shape, write: Callable[[bytes], Awaitable[None]]
+        self, answer: Answer, event: TextEvent | None, shape: Shape, write: Callable[[bytes], Awaitable[None]]
     ) -> None:
         if event is None:
             await write(_KEEPALIVE)
             return
-        data = sse.encode_event(shape.chunk(event)) if self._is_visible(event) else None
+        self._note_cached(answer, event)
+        data = None
+        if event.prompt_logprobs is not None:
+            data = sse.encode_event(await asyncio.to_thread(shape.chunk, event))  # long: others' tokens must move
+        elif self._is_visible(event):
+            data = sse.encode_event(shape.chunk(event))
         self._account.tokens(event, time.monotonic())
         if data is not None:
             await write(data)
@@ -147,12 +168,20 @@ class AnswerResponse(Response):
     def _is_visible(self, event: TextEvent) -> bool:
         return bool(event.text) or event.finish_reason is not None or self._request.return_token_ids
 
+    def _note_cached(self, answer: Answer, event: TextEvent) -> None:
+        """A prompt counts once, however many choices it has: with what was cached for the one that had the least."""
+        if event.cached_tokens is not None:
+            prompt = event.choice // answer.n
+            least = min(event.cached_tokens, self._cached_by_prompt.get(prompt, event.cached_tokens))
+            self._cached_by_prompt[prompt] = least
+
     def _usage(self, answer: Answer) -> CompletionUsage:
         completion_tokens = self._account.completion_tokens
         return CompletionUsage(
             prompt_tokens=answer.prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=answer.prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_by_prompt.values())),
         )
 
 

@@ -19,7 +19,8 @@ from stallfree_shared.errors import (
     UnsupportedEncodingError,
     UnsupportedParameterError,
 )
-from stallfree_shared.openai_api import UNSUPPORTED_ERROR_TYPE, GenerationBody
+from stallfree_shared.openai_api import GenerationBody
+from stallfree_shared.openai_fields import UNSUPPORTED_ERROR_TYPE
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
@@ -62,7 +63,7 @@ def parse_body(body_type: type[BodyT], raw: bytes) -> BodyT:
         UnsupportedParameterError: a field asks for what this server cannot do.
     """
     fields = _json_object(raw)
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, body_type)
     try:
         return body_type.model_validate(fields)
     except ValidationError as error:
@@ -99,9 +100,9 @@ def _path(problem: ErrorDetails) -> str:
     return ".".join(map(str, problem["loc"]))[:_MAX_PARAM_CHARACTERS]
 
 
-def _refuse_unsupported(fields: Mapping[str, object]) -> None:
+def _refuse_unsupported(fields: Mapping[str, object], body_type: type[GenerationBody]) -> None:
     for name, is_harmless in _HARMLESS_ONLY.items():
-        if name in fields and not is_harmless(fields[name]):
+        if name in fields and name not in body_type.model_fields and not is_harmless(fields[name]):
             if name in ("tools", "functions") and _declines_tools(fields):
                 continue
             raise UnsupportedParameterError(f"{name} is not supported with this value", param=name)
@@ -132,22 +133,14 @@ _HARMLESS_ONLY: Mapping[str, Callable[[object], bool]] = {
     "tool_choice": _only("none", "auto"),
     "functions": _only([]),
     "function_call": _only("none", "auto"),
-    "response_format": _only({"type": "text"}),
     "modalities": _only(["text"], []),
     "audio": _never,
     "web_search_options": _never,
     "reasoning_effort": _only("none"),
     "verbosity": _only("medium"),
-    "logprobs": _only(False),
     "top_logprobs": _only(0),
-    "prompt_logprobs": _never,
-    "logit_bias": _only({}),
-    "presence_penalty": _only(0),
-    "frequency_penalty": _only(0),
-    "repetition_penalty": _only(1),
     "length_penalty": _only(1),
     "use_beam_search": _only(False),
-    "min_tokens": _only(0),
     "bad_words": _only([]),
     "allowed_token_ids": _never,
     "truncate_prompt_tokens": _never,
@@ -155,17 +148,16 @@ _HARMLESS_ONLY: Mapping[str, Callable[[object], bool]] = {
     "skip_special_tokens": _only(True),
     "echo": _only(False),
     "suffix": _only(""),
+    "guided_whitespace_pattern": _never,
+    "logits_processors": _only([]),
+    "return_tokens_as_token_ids": _only(False),
     "chat_template": _never,
     "chat_template_kwargs": _only({}),
     "continue_final_message": _only(False),
     "add_generation_prompt": _only(True),
     "documents": _only([]),
     "prompt_embeds": _never,
-    "structured_outputs": _never,
-    "guided_json": _never,
-    "guided_regex": _never,
-    "guided_choice": _never,
-    "guided_grammar": _never,
 }
-"""Fields of OpenAI's and vLLM's APIs that would change the answer, with the values that change nothing. Fields that
-never change it (user, metadata, store, service_tier, parallel_tool_calls, …) are ignored like unknown ones."""
+"""Fields of OpenAI's and vLLM's APIs that would change the answer, with the values that change nothing; those that only
+one route has are here for the other. Fields that never change it (user, metadata, store, parallel_tool_calls, …) are
+ignored like unknown ones."""

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from stallfree_router.generation import Answer, TextEvent
+from stallfree_router.generation import Answer
+from stallfree_router.output_text import TextEvent, ToldToken, told_prompt
+from stallfree_router.routes.logprob_shapes import chat_logprobs, completion_logprobs, joined, prompt_logprobs
 from stallfree_shared.openai_api import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
+    ChatCompletionRequest,
     ChatDelta,
+    ChatLogprobs,
     Completion,
     CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
     CompletionUsage,
+    GenerationBody,
+    PromptLogprobs,
 )
-from stallfree_shared.wire import FinishReason
+from stallfree_shared.wire import FinishReason, TokenLogprobs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,11 +36,16 @@ class ChoiceSoFar:
 
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    told: list[ToldToken] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
 
     def add(self, event: TextEvent) -> None:
         self.pieces.append(event.text)
         self.token_ids += event.token_ids
+        self.told += event.told
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         self.finish_reason = event.finish_reason
 
     @property
@@ -57,62 +70,83 @@ class Shape(Protocol):
 class CompletionShape:
     """/v1/completions."""
 
-    def __init__(self, answer: Answer, *, call_id: str, returns_token_ids: bool) -> None:
+    def __init__(self, answer: Answer, body: CompletionRequest, *, call_id: str) -> None:
         self._answer = answer
+        self._body = body
         self._id = f"cmpl-{call_id}"
         self._created = int(time.time())
-        self._returns_token_ids = returns_token_ids
         self._begun: set[int] = set()
 
     def opening(self) -> list[str]:
         return []
 
     def chunk(self, event: TextEvent) -> str:
-        choice = CompletionChoice(
-            index=event.choice,
-            text=event.text,
-            finish_reason=event.finish_reason,
-            token_ids=event.token_ids if self._returns_token_ids else None,
-            prompt_token_ids=None if event.choice in self._begun else self._prompt_token_ids(event.choice),
-        )
+        choice = ChoiceSoFar()
+        choice.add(event)
+        is_first = event.choice not in self._begun
         self._begun.add(event.choice)
-        return self._completion([choice], None)
+        return self._completion([self._choice(event.choice, choice, has_prompt=is_first)], None)
 
     def usage_chunk(self, usage: CompletionUsage) -> str:
         return self._completion([], usage)
 
     def whole(self, choices: Mapping[int, ChoiceSoFar], usage: CompletionUsage) -> str:
         return self._completion(
-            [
-                CompletionChoice(
-                    index=index,
-                    text=choice.text,
-                    finish_reason=choice.finish_reason,
-                    token_ids=choice.token_ids if self._returns_token_ids else None,
-                    prompt_token_ids=self._prompt_token_ids(index),
-                )
-                for index, choice in sorted(choices.items())
-            ],
-            usage,
+            [self._choice(index, choice, has_prompt=True) for index, choice in sorted(choices.items())], usage
         )
+
+    def _choice(self, index: int, choice: ChoiceSoFar, *, has_prompt: bool) -> CompletionChoice:
+        """What a choice, or a piece of it, has come to; with what its prompt has to say where `has_prompt`."""
+        echoed = self._echoed(index)
+        return CompletionChoice(
+            index=index,
+            text=echoed + choice.text if has_prompt else choice.text,
+            logprobs=self._logprobs(index, choice, len(echoed), has_prompt=has_prompt),
+            finish_reason=choice.finish_reason,
+            token_ids=choice.token_ids if self._body.return_token_ids else None,
+            prompt_logprobs=_prompt_logprobs(self._answer, self._body, index, choice),
+            prompt_token_ids=self._prompt_token_ids(index) if has_prompt else None,
+        )
+
+    def _logprobs(
+        self, index: int, choice: ChoiceSoFar, num_echoed: int, *, has_prompt: bool
+    ) -> CompletionLogprobs | None:
+        num_top, tokenizer = self._body.logprobs, self._answer.tokenizer
+        if num_top is None:
+            return None
+        own = completion_logprobs(choice.told, tokenizer, num_top=num_top, start=num_echoed)
+        if not (self._body.echo and has_prompt and choice.prompt_logprobs is not None):
+            return own
+        prompt = self._answer.prompts[index // self._answer.n]
+        told = told_prompt(prompt, self._echoed(index), choice.prompt_logprobs, tokenizer)
+        return joined(completion_logprobs(told, tokenizer, num_top=num_top), own)
 
     def _completion(self, choices: list[CompletionChoice], usage: CompletionUsage | None) -> str:
         return Completion(
-            id=self._id, created=self._created, model=self._answer.model, choices=choices, usage=usage
+            id=self._id,
+            created=self._created,
+            model=self._answer.model,
+            choices=choices,
+            usage=usage,
+            service_tier=_service_tier(self._answer, self._body),
         ).model_dump_json()
 
+    def _echoed(self, choice: int) -> str:
+        texts = self._answer.prompt_texts
+        return texts[choice // self._answer.n] if texts else ""
+
     def _prompt_token_ids(self, choice: int) -> tuple[int, ...] | None:
-        return self._answer.prompts[choice // self._answer.n] if self._returns_token_ids else None
+        return self._answer.prompts[choice // self._answer.n] if self._body.return_token_ids else None
 
 
 class ChatShape:
     """/v1/chat/completions."""
 
-    def __init__(self, answer: Answer, *, call_id: str, returns_token_ids: bool) -> None:
+    def __init__(self, answer: Answer, body: ChatCompletionRequest, *, call_id: str) -> None:
         self._answer = answer
+        self._body = body
         self._id = f"chatcmpl-{call_id}"
         self._created = int(time.time())
-        self._returns_token_ids = returns_token_ids
 
     def opening(self) -> list[str]:
         """The role of every choice. No token is in these, so they end no clock."""
@@ -126,12 +160,13 @@ class ChatShape:
         ]
 
     def chunk(self, event: TextEvent) -> str:
-        has_content = bool(event.text) or self._returns_token_ids
+        has_content = bool(event.text) or self._body.return_token_ids
         choice = ChatChunkChoice(
             index=event.choice,
             delta=ChatDelta(content=event.text if has_content else None),
+            logprobs=self._logprobs(event.told) if event.told else None,
             finish_reason=event.finish_reason,
-            token_ids=event.token_ids if self._returns_token_ids else None,
+            token_ids=event.token_ids if self._body.return_token_ids else None,
         )
         return self._chunk([choice])
 
@@ -145,6 +180,8 @@ class ChatShape:
             model=self._answer.model,
             choices=[self._whole_choice(index, choice) for index, choice in sorted(choices.items())],
             usage=usage,
+            service_tier=_service_tier(self._answer, self._body),
+            prompt_logprobs=_prompt_logprobs(self._answer, self._body, 0, choices[0]),
             prompt_token_ids=self._prompt_token_ids(),
         ).model_dump_json()
 
@@ -152,9 +189,13 @@ class ChatShape:
         return ChatChoice(
             index=index,
             message=AssistantMessage(content=choice.text),
+            logprobs=self._logprobs(choice.told),
             finish_reason=choice.finish_reason,
-            token_ids=choice.token_ids if self._returns_token_ids else None,
+            token_ids=choice.token_ids if self._body.return_token_ids else None,
         )
+
+    def _logprobs(self, told: Sequence[ToldToken]) -> ChatLogprobs | None:
+        return chat_logprobs(told, self._answer.tokenizer) if self._body.logprobs else None
 
     def _chunk(
         self,
@@ -169,8 +210,21 @@ class ChatShape:
             model=self._answer.model,
             choices=choices,
             usage=usage,
+            service_tier=_service_tier(self._answer, self._body),
             prompt_token_ids=prompt_token_ids,
         ).model_dump_json()
 
     def _prompt_token_ids(self) -> tuple[int, ...] | None:
-        return self._answer.prompts[0] if self._returns_token_ids else None
+        return self._answer.prompts[0] if self._body.return_token_ids else None
+
+
+def _service_tier(answer: Answer, body: GenerationBody) -> str | None:
+    """Told where the call names one, as OpenAI does."""
+    return None if body.service_tier is None else answer.service_tier
+
+
+def _prompt_logprobs(answer: Answer, body: GenerationBody, choice: int, so_far: ChoiceSoFar) -> PromptLogprobs | None:
+    if body.prompt_logprobs is None or so_far.prompt_logprobs is None:
+        return None
+    prompt = answer.prompts[choice // answer.n]
+    return prompt_logprobs(prompt, so_far.prompt_logprobs, answer.tokenizer, num_top=body.prompt_logprobs)

@@ -5,11 +5,14 @@ Called by generation.py. Text is turned into tokens in the registry's threads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stallfree_router.text.chat_template import render_chat
 from stallfree_router.text.registry import TokenizerRegistry
 from stallfree_router.text.tokenizer import Tokenizer
 from stallfree_shared.errors import ContextLengthExceededError, InvalidRequestError
-from stallfree_shared.openai_api import ChatCompletionRequest, CompletionRequest, Prompt
+from stallfree_shared.openai_api import ChatCompletionRequest, CompletionRequest
+from stallfree_shared.openai_fields import Prompt
 from stallfree_shared.wire import ModelCard
 
 TokenIds = tuple[int, ...]
@@ -38,6 +41,25 @@ async def tokenize_prompts(
     if not all(prompts):
         raise InvalidRequestError("the prompt is empty: it has no tokens", param=prompt_param(body))
     return prompts
+
+
+async def prompt_texts(
+    body: CompletionRequest | ChatCompletionRequest,
+    prompts: Sequence[TokenIds],
+    tokenizer: Tokenizer,
+    registry: TokenizerRegistry,
+) -> list[str]:
+    """The prompts' texts where they are to be echoed: a text as it was given, and what token ids stand for."""
+    if not isinstance(body, CompletionRequest) or not body.echo:
+        return []
+    return [
+        given if isinstance(given, str) else await registry.run(_text_of, prompt, tokenizer)
+        for given, prompt in zip(body.prompt, prompts, strict=True)
+    ]
+
+
+def _text_of(prompt: TokenIds, tokenizer: Tokenizer) -> str:
+    return b"".join(map(tokenizer.token_bytes, prompt)).decode(errors="replace")
 
 
 async def _tokenize_prompt(

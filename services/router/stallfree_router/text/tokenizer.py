@@ -42,6 +42,10 @@ class Tokenizer:
             known = self._bytes_by_id[token_id] = self._token_bytes(token_id)
         return known
 
+    def token_name(self, token_id: int) -> str:
+        """What a token without bytes is called, such as <eos>; empty for unknown ids."""
+        return self._library.id_to_token(token_id) or ""
+
     def _token_bytes(self, token_id: int) -> bytes:
         text = self._decode([*self._anchor_ids, token_id]).removeprefix(self._anchor_text)
         if _REPLACEMENT not in text:
