@@ -7,20 +7,17 @@ Starts a cluster, measures as a client from outside, prints a report and stops e
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from stallfree_loadtest.client import CompletionRequest, CompletionStream, Server
 from stallfree_loadtest.cluster import ClusterError, ClusterSettings, LocalCluster
 from stallfree_loadtest.demo_texts import OPENINGS, long_text
+from stallfree_loadtest.live import LiveRequests, RequestFailedError
 from stallfree_loadtest.measures import RequestTrace, Windows, gaps, split_around
-from stallfree_shared.metrics import WORKER_PREFIX
+from stallfree_loadtest.pages import PageError, served_model, worker_totals
 
 _SAMPLE_CHARS = 1200
 _SETTLED_TOKENS = 8
@@ -114,7 +111,7 @@ async def run_demo(
                 result = await _Run(settings, cluster, phases=phases, report=report).run()
         except TimeoutError:
             raise DemoError(_with_logs(f"not done within {settings.timeout_seconds:g} s", cluster)) from None
-        except DemoError as error:
+        except (DemoError, PageError, RequestFailedError) as error:
             raise DemoError(_with_logs(str(error), cluster)) from None
     phases.end("stop of the cluster")
     return result
@@ -132,122 +129,84 @@ class _Run:
         self._report = report
         self._server = Server(url=cluster.router_urls[0], model="", silence_timeout_seconds=settings.timeout_seconds)
         self._most_stream_tokens = 1
-        self._progress = asyncio.Event()
-        self._streams: list[CompletionStream] = []
-        self._ended: list[RequestTrace] = []
 
     async def run(self) -> DemoResult:
         await self._find_model()
-        text = await self._long_text()
-        self._phases.end("a sample of the long prompt")
-        async with _running([self._run_to_list(stream, self._ended) for stream in self._start_streams()]):
-            settled_at = await self._settle()
-            long, shares = await self._send_long(text)
-            await self._pause(self._settings.seconds_after)
+        async with LiveRequests(self._server, clock=self._phases.now) as live:
+            text = await self._long_text(live)
+            self._phases.end("a sample of the long prompt")
+            streams = self._start_streams(live)
+            settled_at = await self._settle(live, streams)
+            long, shares = await self._send_long(live, text)
+            await live.pause(self._settings.seconds_after)
         self._phases.end("streams after the long prompt")
-        streams = tuple(stream.trace() for stream in self._streams)
-        found = [gap for trace in streams for gap in gaps(trace) if gap.began_at >= settled_at]
+        traces = tuple(stream.trace() for stream in streams)
+        found = [gap for trace in traces for gap in gaps(trace) if gap.began_at >= settled_at]
         windows = split_around(found, began_at=long.sent_at, ended_at=long.stamps[0].at)
         return DemoResult(
-            streams=streams, long=long, windows=windows, workers=shares, phase_seconds=self._phases.seconds_by_name
+            streams=traces, long=long, windows=windows, workers=shares, phase_seconds=self._phases.seconds_by_name
         )
 
     async def _find_model(self) -> None:
         """Asks under which name the router serves the model, and how long its answers may get: as long as they can, so
         that none ends before the demo does."""
-        model = (await _get(f"{self._server.url}/v1/models")).json()["data"][0]
-        self._server = dataclasses.replace(self._server, model=str(model["id"]))
-        self._most_stream_tokens = max(1, int(model["max_model_len"]) - _OPENING_TOKENS)
+        model = await served_model(self._server.url)
+        self._server = dataclasses.replace(self._server, model=model.name)
+        self._most_stream_tokens = max(1, model.max_model_len - _OPENING_TOKENS)
 
-    async def _long_text(self) -> str:
+    async def _long_text(self, live: LiveRequests) -> str:
         """A text of about as many tokens as wanted: a sample tells how many characters make a token."""
         sample = long_text(_SAMPLE_CHARS)
         self._report("a sample of the long prompt is sent, to count its tokens")
-        request = CompletionRequest(request_id="sample", prompt=sample, max_tokens=1)
-        num_tokens = _checked(await self._stream(request).run()).prompt_tokens
+        stream = live.start(CompletionRequest(request_id="sample", prompt=sample, max_tokens=1))
+        await live.until(lambda: live.has_ended(stream))
+        num_tokens = stream.trace().prompt_tokens
         if not num_tokens:
             raise DemoError("the server told no usage.prompt_tokens for a sample of the long text")
         wanted = int(self._settings.long_tokens * len(sample) / num_tokens)
         return long_text(wanted)[:wanted]
 
-    def _start_streams(self) -> Sequence[CompletionStream]:
-        for number in range(self._settings.num_streams):
-            request = CompletionRequest(
-                request_id=f"stream-{number + 1}",
-                role="stream",
-                prompt=OPENINGS[number % len(OPENINGS)],
-                max_tokens=self._most_stream_tokens,
-                temperature=0.7,
-                seed=number,
-            )
-            self._streams.append(self._stream(request))
-        self._report(f"{len(self._streams)} completions start to stream")
-        return self._streams
+    def _start_streams(self, live: LiveRequests) -> Sequence[CompletionStream]:
+        self._report(f"{self._settings.num_streams} completions start to stream")
+        return [
+            live.start(self._stream_request(number), must_last=True) for number in range(self._settings.num_streams)
+        ]
 
-    def _stream(self, request: CompletionRequest) -> CompletionStream:
-        return CompletionStream(self._server, request, clock=self._phases.now, on_token=self._progress.set)
+    def _stream_request(self, number: int) -> CompletionRequest:
+        return CompletionRequest(
+            request_id=f"stream-{number + 1}",
+            role="stream",
+            prompt=OPENINGS[number % len(OPENINGS)],
+            max_tokens=self._most_stream_tokens,
+            temperature=0.7,
+            seed=number,
+        )
 
-    async def _run_to_list(self, stream: CompletionStream, ended: list[RequestTrace]) -> None:
-        ended.append(await stream.run())
-        self._progress.set()
-
-    async def _settle(self) -> float:
+    async def _settle(self, live: LiveRequests, streams: Sequence[CompletionStream]) -> float:
         """Waits until every stream runs. Returns the instant from which their gaps count."""
-        await self._until(lambda: all(stream.num_tokens >= _SETTLED_TOKENS for stream in self._streams))
+        await live.until(lambda: all(stream.num_tokens >= _SETTLED_TOKENS for stream in streams))
         settled_at = self._phases.now()
         self._phases.end("streams until all run")
         self._report(f"all streams run; the long prompt follows in {self._settings.seconds_before:g} s")
-        await self._pause(self._settings.seconds_before)
+        await live.pause(self._settings.seconds_before)
         self._phases.end("streams before the long prompt")
         return settled_at
 
-    async def _send_long(self, text: str) -> tuple[RequestTrace, tuple[WorkerShare, ...]]:
+    async def _send_long(self, live: LiveRequests, text: str) -> tuple[RequestTrace, tuple[WorkerShare, ...]]:
         """Sends the long prompt, waits for its first token, then for its end."""
         before = await _worker_figures(self._cluster)
-        request = CompletionRequest(request_id="long", role="long", prompt=text, max_tokens=_LONG_OUTPUT_TOKENS)
-        stream = self._stream(request)
-        ended: list[RequestTrace] = []
         self._report(f"a prompt of about {self._settings.long_tokens:,} tokens is sent")
-        async with _running([self._run_to_list(stream, ended)]):
-            await self._until(lambda: bool(ended) or stream.first_token_at is not None)
-            self._phases.end("prefill of the long prompt")
-            self._report(f"it has its first token; the streams go on for {self._settings.seconds_after:g} s")
-            await self._until(lambda: bool(ended))
-        trace = _checked(ended[0])
+        stream = live.start(
+            CompletionRequest(request_id="long", role="long", prompt=text, max_tokens=_LONG_OUTPUT_TOKENS)
+        )
+        await live.until(lambda: live.has_ended(stream) or stream.first_token_at is not None)
+        self._phases.end("prefill of the long prompt")
+        self._report(f"it has its first token; the streams go on for {self._settings.seconds_after:g} s")
+        await live.until(lambda: live.has_ended(stream))
+        trace = stream.trace()
         if not trace.stamps:
             raise DemoError("the long prompt got no token")
         return trace, _shares(before, await _worker_figures(self._cluster))
-
-    async def _until(self, claim: Callable[[], bool]) -> None:
-        """Waits for a claim about the requests; a stream that ends too early ends the demo."""
-        while not claim():
-            self._check_streams()
-            self._progress.clear()
-            await self._progress.wait()
-
-    async def _pause(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        self._check_streams()
-
-    def _check_streams(self) -> None:
-        for trace in self._ended:
-            _checked(trace)
-        if self._ended:
-            raise DemoError(f"{self._ended[0].request_id} ended after {self._ended[0].num_tokens} tokens, too early")
-
-
-@contextlib.asynccontextmanager
-async def _running(requests: Sequence[Coroutine[None, None, None]]) -> AsyncIterator[None]:
-    """Runs requests beside the block; whatever of them is left at its end is dropped, as by a client that leaves."""
-    tasks = [asyncio.ensure_future(request) for request in requests]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, Exception):
-                raise result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,14 +221,11 @@ async def _worker_figures(cluster: LocalCluster) -> list[_WorkerFigures]:
 
 
 async def _figures_of(name: str, url: str) -> _WorkerFigures:
-    value_by_name: dict[str, float] = {}
-    for family in text_string_to_metric_families((await _get(f"{url}/metrics")).text):
-        for sample in family.samples:
-            value_by_name[sample.name] = value_by_name.get(sample.name, 0.0) + sample.value
+    totals = await worker_totals(url)
     return _WorkerFigures(
         name=name,
-        requests_running=int(value_by_name.get(f"{WORKER_PREFIX}_requests_running", 0)),
-        prompt_tokens=int(value_by_name.get(f"{WORKER_PREFIX}_prompt_tokens_total", 0)),
+        requests_running=int(totals.get("requests_running", 0)),
+        prompt_tokens=int(totals.get("prompt_tokens_total", 0)),
     )
 
 
@@ -282,20 +238,6 @@ def _shares(before: Sequence[_WorkerFigures], after: Sequence[_WorkerFigures]) -
         )
         for early, late in zip(before, after, strict=True)
     )
-
-
-async def _get(url: str) -> httpx.Response:
-    try:
-        async with httpx.AsyncClient(trust_env=False, timeout=30.0) as client:
-            return (await client.get(url)).raise_for_status()
-    except httpx.HTTPError as error:
-        raise DemoError(f"GET {url}: {error}") from error
-
-
-def _checked(trace: RequestTrace) -> RequestTrace:
-    if trace.outcome == "error":
-        raise DemoError(f"{trace.request_id} failed after {trace.num_tokens} tokens: {trace.error}")
-    return trace
 
 
 def _with_logs(reason: str, cluster: LocalCluster) -> str:

@@ -1,4 +1,5 @@
-"""`stallfree-loadtest`: `run` loads a server and prints what its clients see; `demo` shows it all on one machine."""
+"""`stallfree-loadtest`: `run` loads a server and prints what its clients see; `demo` shows it all on one machine; the
+experiments measure rules and budgets against each other."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ from stallfree_loadtest.client import Server
 from stallfree_loadtest.cluster import ClusterError, ClusterSettings
 from stallfree_loadtest.demo import DemoError, DemoSettings, run_demo
 from stallfree_loadtest.demo_report import demo_report
+from stallfree_loadtest.experiments import ExperimentError, add_experiments, run_experiment
 from stallfree_loadtest.local import until_signal
 from stallfree_loadtest.measures import RequestTrace, Targets, summarize
 from stallfree_loadtest.open_loop import PromptLength, Workload, run_open_loop
-from stallfree_loadtest.options import HelpFormatter, base_url, count, positive
+from stallfree_loadtest.options import HelpFormatter, base_url, count, positive, writable_file
+from stallfree_loadtest.prompts import Vocabulary
 from stallfree_loadtest.report import load_report, summary_row, write_json_lines
 
 
@@ -29,13 +32,21 @@ class NothingFinishedError(Exception):
 def main(arguments: Sequence[str] | None = None) -> None:
     parser, run_parser = _parsers()
     options = parser.parse_args(arguments)
-    command = _checked_run(options, run_parser) if options.command == "run" else lambda: _demo(options)
+    command = _command(options, run_parser)
     try:
         is_done = asyncio.run(until_signal(command))
-    except (ClusterError, DemoError, NothingFinishedError) as error:
+    except (ClusterError, DemoError, ExperimentError, NothingFinishedError) as error:
         sys.stderr.write(f"stallfree-loadtest {options.command}: {error}\n")
         raise SystemExit(1) from None
     raise SystemExit(0 if is_done else 130)
+
+
+def _command(options: argparse.Namespace, run_parser: argparse.ArgumentParser) -> Callable[[], Awaitable[None]]:
+    if options.command == "run":
+        return _checked_run(options, run_parser)
+    if options.command == "demo":
+        return lambda: _demo(options)
+    return lambda: run_experiment(options, say=_print)
 
 
 def _checked_run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Callable[[], Awaitable[None]]:
@@ -48,11 +59,6 @@ def _checked_run(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         instants = _arrivals(options)
     except (OSError, ValueError) as error:
         parser.error(f"argument --trace: {error}")
-    if options.out is not None:
-        try:
-            options.out.open("a").close()
-        except OSError as error:
-            parser.error(f"argument --out: {error}")
     return lambda: _run(options, instants)
 
 
@@ -64,8 +70,7 @@ async def _run(options: argparse.Namespace, instants: Iterator[float]) -> None:
     workload = Workload(
         prompts=options.prompt_mix or (PromptLength(num_tokens=options.prompt_tokens, weight=1.0),),
         output_tokens=options.output_tokens,
-        vocab_low=options.vocab_low,
-        vocab_high=options.vocab_high,
+        vocabulary=Vocabulary(low=options.vocab_low, high=options.vocab_high),
         seed=options.seed,
     )
     targets = Targets(tbt_seconds=options.tbt_target, ttft_seconds=options.ttft_target)
@@ -132,7 +137,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         description="Loads a server and prints what its clients see, or shows it all on one machine.",
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run|demo")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run",
         help="load a running server and print TTFT, TBT, stalls and throughput",
@@ -151,6 +156,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     _add_run_options(run)
     _add_demo_options(demo)
+    add_experiments(commands.add_parser)
     return parser, run
 
 
@@ -209,7 +215,12 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         help="for goodput: latest first token; by default none is too late",
     )
     add("--timeout", type=positive, default=120.0, metavar="SECONDS", help="a request fails after so long a silence")
-    add("--out", type=Path, metavar="FILE", help="write every request with its stamps, then the summary, as JSON lines")
+    add(
+        "--out",
+        type=writable_file,
+        metavar="FILE",
+        help="write every request with its stamps, then the summary, as JSON lines",
+    )
 
 
 def _add_demo_options(parser: argparse.ArgumentParser) -> None:

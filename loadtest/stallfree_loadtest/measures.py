@@ -15,6 +15,7 @@ Rules, so that figures can be compared:
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -100,6 +101,15 @@ class GapSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A figure over several runs."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
     """What a good request keeps, in seconds."""
 
@@ -167,6 +177,13 @@ def quantiles(values: Iterable[float]) -> Quantiles:
     ordered = sorted(values)
     p50, p90, p99 = (quantile(ordered, ratio) for ratio in (0.5, 0.9, 0.99))
     return Quantiles(count=len(ordered), p50=p50, p90=p90, p99=p99, max=ordered[-1] if ordered else math.nan)
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Median, least and most; NaN of none."""
+    ordered = sorted(values)
+    low, high = (ordered[0], ordered[-1]) if ordered else (math.nan, math.nan)
+    return Spread(median=statistics.median(ordered) if ordered else math.nan, low=low, high=high)
 
 
 def summarize_gaps(found: Iterable[Gap], *, tbt_target_seconds: float) -> GapSummary:

@@ -10,10 +10,11 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stallfree_loadtest.client import CompletionRequest, CompletionStream, Server
 from stallfree_loadtest.measures import RequestTrace
+from stallfree_loadtest.prompts import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,23 +32,20 @@ class Workload:
 
     prompts: tuple[PromptLength, ...]
     output_tokens: int
-    vocab_low: int = 1000
-    vocab_high: int = 8000
-    """Token ids are drawn from `vocab_low <= id < vocab_high`."""
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
     seed: int = 0
 
     def requests(self) -> Iterator[CompletionRequest]:
         """Endless; the same seed gives the same requests."""
         draw = random.Random(self.seed)
         weights = [prompt.weight for prompt in self.prompts]
-        ids = range(self.vocab_low, self.vocab_high)
         number = 0
         while True:
             number += 1
             length = draw.choices(self.prompts, weights)[0].num_tokens
             yield CompletionRequest(
                 request_id=f"request-{number}",
-                prompt=tuple(draw.choices(ids, k=length)),
+                prompt=self.vocabulary.draw(draw, length),
                 max_tokens=self.output_tokens,
             )
 

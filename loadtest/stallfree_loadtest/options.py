@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
+
+T = TypeVar("T")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -36,6 +40,26 @@ def count(*, least: int, most: int | None = None) -> Callable[[str], int]:
 
     parse.__name__ = "whole number"  # argparse names it when the text is no number at all
     return parse
+
+
+def writable_file(text: str) -> Path:
+    """A file that can be written; it is made, if it is not there, so that no long run ends without its results."""
+    path = Path(text)
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
+
+
+def listed(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """Values with commas between them; an empty text is none."""
+
+    def parse_all(text: str) -> tuple[T, ...]:
+        return tuple(parse(part) for part in text.split(",") if part)
+
+    parse_all.__name__ = f"list of {parse.__name__}s"
+    return parse_all
 
 
 def base_url(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from stallfree_loadtest.measures import (
     LoadSummary,
     Quantiles,
     RequestTrace,
+    Spread,
     Targets,
     time_per_output_token,
     time_to_first_token,
@@ -28,9 +29,17 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, indent: int 
     return "\n".join(margin + _aligned(line, widths).rstrip() for line in ruled)
 
 
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The first column to the left, the others to the right; readable as plain text too."""
+    lines = [tuple(headers), *(tuple(row) for row in rows)]
+    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(headers))]
+    rule = ("-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:]))
+    return "\n".join(f"| {_aligned(line, widths, gap=' | ')} |" for line in (lines[0], rule, *lines[1:]))
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int], *, gap: str = "  ") -> str:
     cells = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
-    return "  ".join((line[0].ljust(widths[0]), *cells))
+    return gap.join((line[0].ljust(widths[0]), *cells))
 
 
 def milliseconds(seconds: float) -> str:
@@ -40,6 +49,16 @@ def milliseconds(seconds: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     return "-" if math.isnan(seconds) else f"{seconds:,.2f} s"
+
+
+def spread_text(values: Spread, *, digits: int, factor: float = 1.0) -> str:
+    """`0.20 [0.19..0.23]`: median, least, most, each times `factor`; of one value alone just that."""
+    if math.isnan(values.median):
+        return "-"
+    if values.low == values.high:
+        return f"{values.median * factor:,.{digits}f}"
+    median, low, high = (f"{value * factor:,.{digits}f}" for value in (values.median, values.low, values.high))
+    return f"{median} [{low}..{high}]"
 
 
 def quantile_cells(values: Quantiles) -> tuple[str, ...]:
@@ -87,10 +106,8 @@ def load_report(summary: LoadSummary, targets: Targets) -> str:
 def write_json_lines(path: Path, traces: Sequence[RequestTrace], *, summary: dict[str, object]) -> None:
     """One line a request with all its stamps (seconds from the first request's start), then one with the summary."""
     zero = min((trace.sent_at for trace in traces), default=0.0)
-    with path.open("w", encoding="utf-8") as out:
-        for trace in traces:
-            out.write(json.dumps({"kind": "request", **request_row(trace, zero=zero)}) + "\n")
-        out.write(json.dumps({"kind": "summary", **summary}) + "\n")
+    requests = ({"kind": "request", **request_row(trace, zero=zero)} for trace in traces)
+    write_rows(path, (*requests, {"kind": "summary", **summary}))
 
 
 def request_row(trace: RequestTrace, *, zero: float) -> dict[str, object]:
@@ -115,15 +132,27 @@ def request_row(trace: RequestTrace, *, zero: float) -> dict[str, object]:
 
 def summary_row(summary: LoadSummary | GapSummary) -> dict[str, object]:
     """A summary for JSON: NaN, which JSON does not know, is null."""
-    return {name: _without_nan(value) for name, value in asdict(summary).items()}
+    return without_nan(asdict(summary))
+
+
+def without_nan(row: Mapping[str, object]) -> dict[str, object]:
+    """The row as JSON can hold it: what is not finite is null."""
+    return {name: _without_nan(value) for name, value in row.items()}
 
 
 def _without_nan(value: object) -> object:
     if isinstance(value, dict):
-        return {name: _without_nan(inner) for name, inner in value.items()}
+        return without_nan(value)
     if isinstance(value, float):
-        return None if math.isnan(value) else _rounded(value)
+        return _rounded(value) if math.isfinite(value) else None
     return value
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """One JSON object a line."""
+    with path.open("w", encoding="utf-8") as out:
+        for row in rows:
+            out.write(json.dumps(row) + "\n")
 
 
 def _rounded(seconds: float | None) -> float | None:

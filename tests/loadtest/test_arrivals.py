@@ -24,7 +24,7 @@ def correlation_with_next(values: list[float]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_poisson_offers_the_rate_that_is_asked_for(seed: int) -> None:
+def test_defect_8_poisson_offers_the_rate_that_is_asked_for(seed: int) -> None:
     """A harness that clips gaps at three means offers 5.2 % more."""
     gaps = gaps_of(arrivals.poisson(4.0, seed=seed))
     assert statistics.fmean(gaps) == pytest.approx(0.25, rel=0.02)

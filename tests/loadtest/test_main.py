@@ -25,13 +25,13 @@ async def answer(connection: Connection) -> None:
     await connection.send(END)
 
 
-async def loadtest(*arguments: str) -> tuple[int, str, str]:
+async def loadtest(*arguments: str, seconds: float = 30) -> tuple[int, str, str]:
     """Status, standard output, standard error of `stallfree-loadtest`."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "stallfree_loadtest.main", *arguments,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(seconds):
         out, errors = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), errors.decode()
@@ -71,6 +71,20 @@ async def test_failed_requests_are_told_and_counted_and_with_none_finished_the_s
     assert errors.count("HTTP 503") == 3
 
 
+async def test_defect_9_a_trace_is_read_and_its_instants_are_kept_to(tmp_path: Path) -> None:
+    trace, out = tmp_path / "trace", tmp_path / "out.jsonl"
+    trace.write_text("0\n0.2\n0.25\n")
+    async with serving(answer) as url:
+        status, _, errors = await loadtest(
+            "run", "--url", url, "--model", "m", "--trace", str(trace), "--output-tokens", "2", "--out", str(out)
+        )
+    assert (status, errors) == (0, "")
+    *requests, _ = [json.loads(line) for line in out.read_text().splitlines()]
+    first, second, third = (request["due_seconds"] for request in requests)
+    assert (second - first, third - first) == (pytest.approx(0.2), pytest.approx(0.25))
+    assert all(request["sent_seconds"] >= request["due_seconds"] for request in requests)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -92,7 +106,7 @@ async def test_a_wrong_option_is_status_2_and_is_named(arguments: tuple[str, ...
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("command", ["run", "demo"])
+@pytest.mark.parametrize("command", ["run", "demo", "stalls", "ablation", "follow"])
 async def test_help_explains_every_option(command: str) -> None:
     status, text, _ = await loadtest(command, "--help")
     assert status == 0

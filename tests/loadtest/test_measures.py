@@ -14,6 +14,7 @@ from stallfree_loadtest.measures import (
     Gap,
     Outcome,
     RequestTrace,
+    Spread,
     Targets,
     TokenStamp,
     gaps,
@@ -21,6 +22,7 @@ from stallfree_loadtest.measures import (
     quantile,
     quantiles,
     split_around,
+    spread,
     summarize,
     summarize_gaps,
     time_per_output_token,
@@ -182,3 +184,8 @@ def test_no_request_is_no_figure_and_no_error() -> None:
     summary = summarize([], Targets(tbt_seconds=0.5))
     assert summary.num_requests == 0
     assert math.isnan(summary.requests_per_second)
+
+
+def test_a_spread_is_the_median_between_the_least_and_the_most() -> None:
+    assert spread([3.0, 1.0, 10.0, 2.0]) == Spread(median=2.5, low=1.0, high=10.0)
+    assert math.isnan(spread([]).median)

@@ -8,6 +8,7 @@ import itertools
 from stallfree_loadtest.client import Server
 from stallfree_loadtest.measures import RequestTrace
 from stallfree_loadtest.open_loop import PromptLength, Workload, run_open_loop
+from stallfree_loadtest.prompts import Vocabulary
 from tests.loadtest.scripted_server import END, HEAD, Connection, serving, token_event
 
 WORKLOAD = Workload(prompts=(PromptLength(num_tokens=4, weight=1.0),), output_tokens=1)
@@ -65,5 +66,7 @@ def test_a_workload_is_repeated_by_its_seed_and_never_repeats_a_prompt() -> None
 
 
 def test_prompts_stay_within_the_vocabulary_that_is_asked_for() -> None:
-    workload = Workload(prompts=(PromptLength(num_tokens=500, weight=1.0),), output_tokens=1, vocab_low=7, vocab_high=9)
+    workload = Workload(
+        prompts=(PromptLength(num_tokens=500, weight=1.0),), output_tokens=1, vocabulary=Vocabulary(low=7, high=9)
+    )
     assert set(next(workload.requests()).prompt) == {7, 8}

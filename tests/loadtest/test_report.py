@@ -6,8 +6,16 @@ import json
 import math
 from pathlib import Path
 
-from stallfree_loadtest.measures import RequestTrace, Targets, TokenStamp, summarize
-from stallfree_loadtest.report import load_report, milliseconds, summary_row, table, write_json_lines
+from stallfree_loadtest.measures import RequestTrace, Spread, Targets, TokenStamp, summarize
+from stallfree_loadtest.report import (
+    load_report,
+    markdown_table,
+    milliseconds,
+    spread_text,
+    summary_row,
+    table,
+    write_json_lines,
+)
 
 TRACES = (
     RequestTrace(
@@ -24,6 +32,21 @@ TRACES = (
     RequestTrace(request_id="b", due_at=101.0, sent_at=101.0, ended_at=101.5, outcome="error", error="HTTP 429: no"),
 )
 TARGETS = Targets(tbt_seconds=0.2)
+
+
+def test_a_markdown_table_is_aligned_too() -> None:
+    assert markdown_table(("name", "P50"), [("a", "1.0"), ("longer", "10.25")]).splitlines() == [
+        "| name   |   P50 |",
+        "| ------ | ----: |",
+        "| a      |   1.0 |",
+        "| longer | 10.25 |",
+    ]
+
+
+def test_a_spread_shows_its_ends_where_there_is_more_than_one_value() -> None:
+    assert spread_text(Spread(median=0.2, low=0.1, high=1.25), digits=0, factor=1000) == "200 [100..1,250]"
+    assert spread_text(Spread(median=0.2, low=0.2, high=0.2), digits=2) == "0.20"
+    assert spread_text(Spread(median=math.nan, low=math.nan, high=math.nan), digits=2) == "-"
 
 
 def test_a_table_aligns_its_columns() -> None:
