@@ -122,6 +122,18 @@ def test_e09_model_ids_and_large_numbers_arrive_as_they_were_written() -> None:
     assert (read["model"], read["served_model_name"], read["max_waiting_tokens"]) == ("1e5", "on", 12_345_678)
 
 
+def test_router_reads_the_charts_request_classes() -> None:
+    classes = {"gold": {"tbt_target_seconds": 0.05, "priority": -5}, "default": {"ttft_target_seconds": 2}}
+    read = _as_the_program_reads_it(
+        {"router": {"settings": {"request_classes": classes, "min_priority": -1}}}, "router"
+    )
+    assert read["request_classes"] == {
+        "gold": {"tbt_target_seconds": 0.05, "ttft_target_seconds": None, "priority": -5},
+        "default": {"tbt_target_seconds": None, "ttft_target_seconds": 2.0, "priority": 0},
+    }
+    assert read["min_priority"] == -1
+
+
 def test_every_variable_in_compose_is_a_setting_of_its_program() -> None:
     services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text(encoding="utf-8"))["services"]
     for component, settings in PROGRAMS.items():
