@@ -16,7 +16,7 @@ from stallfree_loadtest.fleet import Fleet, NotIdleError, configuration
 from stallfree_loadtest.follow import FollowLoad, run_follow
 from stallfree_loadtest.live import RequestFailedError
 from stallfree_loadtest.measures import Targets
-from stallfree_loadtest.options import HelpFormatter, count, listed, positive, writable_file
+from stallfree_loadtest.options import HelpFormatter, add_prompt_options, count, listed, positive, writable_file
 from stallfree_loadtest.pages import PageError
 from stallfree_loadtest.parts import num_cores
 from stallfree_loadtest.prompts import LongTail, Vocabulary
@@ -191,9 +191,7 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="number format of the weights")
     add("--tbt-target", type=positive, default=0.2, metavar="SECONDS", help="a wait beyond it is a stall; what auto "
         "keeps to where it has no target of its own")  # fmt: skip
-    add("--vocab-low", type=count(least=0), default=1000, metavar="ID", help="lowest token id in prompts")
-    add("--vocab-high", type=count(least=1), default=8000, metavar="ID", help="first token id that prompts do not use")
-    add("--seed", type=int, default=0, metavar="N", help="the same seed gives the same prompts and arrivals")
+    add_prompt_options(parser)
     add("--worker-arg", action="append", default=[], metavar="ARG", help="passed on to every worker, such as "
         "--worker-arg=--block-size=32; may be given several times")  # fmt: skip
     add("--out", type=writable_file, metavar="FILE", help="write what was measured as JSON lines")

@@ -20,7 +20,7 @@ from stallfree_loadtest.experiments import ExperimentError, add_experiments, run
 from stallfree_loadtest.local import until_signal
 from stallfree_loadtest.measures import RequestTrace, Targets, summarize
 from stallfree_loadtest.open_loop import PromptLength, Workload, run_open_loop
-from stallfree_loadtest.options import HelpFormatter, base_url, count, positive, writable_file
+from stallfree_loadtest.options import HelpFormatter, add_prompt_options, base_url, count, positive, writable_file
 from stallfree_loadtest.prompts import Vocabulary
 from stallfree_loadtest.report import load_report, summary_row, write_json_lines
 
@@ -202,9 +202,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         help="prompt lengths with weights in place of --prompt-tokens, such as 256:0.8,4096:0.2",
     )
     add("--output-tokens", type=count(least=1), default=48, metavar="N", help="tokens in every answer")
-    add("--vocab-low", type=count(least=0), default=1000, metavar="ID", help="lowest token id in prompts")
-    add("--vocab-high", type=count(least=1), default=8000, metavar="ID", help="first token id that prompts do not use")
-    add("--seed", type=int, default=0, metavar="N", help="the same seed gives the same prompts and arrivals")
+    add_prompt_options(parser)
     add(
         "--tbt-target", type=positive, default=0.2, metavar="SECONDS", help="a wait between tokens beyond it is a stall"
     )

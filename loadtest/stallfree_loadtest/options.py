@@ -73,3 +73,11 @@ def base_url(text: str) -> str:
 # What argparse says of a text that they cannot read at all: `invalid number value: 'x'`.
 positive.__name__ = "number"
 base_url.__name__ = "URL"
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """What random prompts are drawn from."""
+    add = parser.add_argument
+    add("--vocab-low", type=count(least=0), default=1000, metavar="ID", help="lowest token id in prompts")
+    add("--vocab-high", type=count(least=1), default=8000, metavar="ID", help="first token id that prompts do not use")
+    add("--seed", type=int, default=0, metavar="N", help="the same seed gives the same prompts and arrivals")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,24 +12,12 @@ import pytest
 
 from stallfree_shared import sse
 from stallfree_shared.errors import WorkerLostError
-from tests.support.router_under_test import GENERATION_PATHS, RouterUnderTest, router_under_test
+from tests.support.router_under_test import GENERATION_PATHS, RouterUnderTest
 from tests.support.scripted import EOS, scripted_tokenizer
 
 Fields = dict[str, object]
 
 _LIBRARY = scripted_tokenizer()
-
-
-@pytest.fixture
-async def router() -> AsyncIterator[RouterUnderTest]:
-    async with router_under_test() as router:
-        yield router
-
-
-@pytest.fixture
-async def client(router: RouterUnderTest) -> AsyncIterator[httpx.AsyncClient]:
-    async with router.client() as client:
-        yield client
 
 
 @dataclass

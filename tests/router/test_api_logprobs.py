@@ -4,7 +4,6 @@ how likely each token is by its id alone."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -12,24 +11,12 @@ import pytest
 
 from tests.router.test_api_answers import chunks_of
 from tests.router.test_structured_output import HEAVY
-from tests.support.router_under_test import RouterUnderTest, router_under_test
+from tests.support.router_under_test import RouterUnderTest
 from tests.support.scripted import EOS, scripted_logprobs, scripted_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 _LIBRARY = scripted_tokenizer()
-
-
-@pytest.fixture
-async def router() -> AsyncIterator[RouterUnderTest]:
-    async with router_under_test() as router:
-        yield router
-
-
-@pytest.fixture
-async def client(router: RouterUnderTest) -> AsyncIterator[httpx.AsyncClient]:
-    async with router.client() as client:
-        yield client
 
 
 def ids(text: str) -> list[int]:

@@ -23,12 +23,6 @@ async def router() -> AsyncIterator[RouterUnderTest]:
         yield router
 
 
-@pytest.fixture
-async def client(router: RouterUnderTest) -> AsyncIterator[httpx.AsyncClient]:
-    async with router.client() as client:
-        yield client
-
-
 def error_of(response: httpx.Response, status: int) -> dict[str, str | None]:
     """The error object of a refusal, whose form is checked."""
     assert response.status_code == status, response.text

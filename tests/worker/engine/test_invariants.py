@@ -212,7 +212,7 @@ class EngineMachine(RuleBasedStateMachine):
         planned = {chunk.request_id for chunk in plan.chunks}
         assert len(planned) <= self.bench.settings.max_num_seqs
         missing = self.decoding - planned
-        assert len(missing) <= plan.num_preemptions, "a decode was left out of the step"
+        assert len(missing) <= len(plan.preempted_request_ids), "a decode was left out of the step"
         self._check_evictions(set(plan.preempted_request_ids))
         self.running = (self.running | planned) - set(plan.preempted_request_ids)
 

@@ -100,12 +100,10 @@ class StepPlan:
     """What drives the step's time."""
     ended_request_ids: tuple[RequestId, ...] = ()
     """Requests with a structured output that ended in any way since the step before: the runner forgets them."""
-    num_preemptions: int = 0
+    preempted_request_ids: tuple[RequestId, ...] = ()
     """Requests that lost their blocks while this step was planned; none of them is in it."""
     num_recomputed_tokens: int = 0
     """Tokens of the chunks that had been computed before and were lost to a preemption."""
-    preempted_request_ids: tuple[RequestId, ...] = ()
-    """The requests of `num_preemptions`."""
     num_prefix_query_tokens: int = 0
     """Tokens that were looked up in the prefix cache while this step was planned."""
     num_prefix_hit_tokens: int = 0

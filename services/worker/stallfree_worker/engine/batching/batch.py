@@ -227,7 +227,6 @@ class Batch:
             shape=self._shape,
             num_decode_tokens=self._shape.num_tokens - self._shape.num_prefill_tokens,
             num_prefill_tokens=self._shape.num_prefill_tokens,
-            num_preemptions=len(self._preempted_ids),
             preempted_request_ids=tuple(self._preempted_ids),
             budget_seconds=self._budget.limit_seconds,
             budget_tokens=self._budget.limit_tokens,
