@@ -147,3 +147,17 @@ def test_routers_get_a_line_that_is_right_at_both_ends() -> None:
     for shape in (decodes(1, 0), StepShape().with_chunk(512, 0, is_last=True)):
         seconds = line.base_seconds + line.seconds_per_token * shape.num_tokens
         assert seconds == pytest.approx(model.predict(shape), rel=0.05)
+
+
+@pytest.mark.parametrize(("context", "chunk"), [(0, 100), (0, 1500), (300, 200), (400, 500), (5000, 64), (511, 2)])
+def test_layers_with_a_window_count_what_they_see(context: int, chunk: int) -> None:
+    shape = StepShape(windows=((None, 0.25), (512, 0.75))).with_chunk(chunk, context, is_last=False)
+    positions = range(context, context + chunk)
+    pairs = sum(0.25 * (position + 1) + 0.75 * min(position + 1, 512) for position in positions)
+    assert shape.prefill_attention_tokens == pytest.approx(pairs, rel=0.01, abs=chunk)
+
+
+def test_a_decode_reads_of_a_window_what_it_holds() -> None:
+    windows = ((None, 0.25), (512, 0.75))
+    assert StepShape(windows=windows).with_decode(4096).decode_context_tokens == pytest.approx(1024 + 384, abs=1)
+    assert StepShape(windows=windows).with_decode(100).decode_context_tokens == pytest.approx(100, abs=1)

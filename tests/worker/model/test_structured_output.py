@@ -264,6 +264,28 @@ def test_a_grammar_whose_request_is_gone_is_not_compiled_any_more(outputs: Struc
     assert time.perf_counter() - started_at < 6 * seconds_of_one, "those that had begun, at most"
 
 
+def test_the_next_mask_is_begun_by_the_draw(outputs: StructuredOutputs) -> None:
+    first = chunk(DIGITS)
+    token = min(allowed(masks := masks_of(outputs, first)))
+    outputs.expect([first], [token], masks)
+    following = chunk(DIGITS, [token])
+
+    def is_known() -> bool:  # with no `begin` for it
+        return RequestId("r") in outputs.finish([following]).forbidden_by_request
+
+    wait_until_sync(is_known, timeout_seconds=10)
+
+
+def test_what_was_drawn_without_a_mask_is_no_part_of_the_text(outputs: StructuredOutputs) -> None:
+    slow = chunk(HEAVY)
+    outputs.begin(plan(slow))
+    masks = outputs.finish([slow])
+    assert masks.postponed == {"r"}
+    for token in range(VOCAB_SIZE):
+        outputs.expect([slow], [token], masks)
+    assert not masks_of(outputs, slow).failure_by_request
+
+
 def test_a_mask_keeps_no_other_alive(outputs: StructuredOutputs) -> None:
     chunks = [chunk(DIGITS, name=name) for name in ("a", "b", "c")]
     digit = min(allowed(masks_of(outputs, *chunks), "a"))

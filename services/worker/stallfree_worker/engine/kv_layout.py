@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from stallfree_worker.engine.step import KVGroup
@@ -16,6 +17,9 @@ class KVLayout:
         self.largest_chunk_tokens = largest_chunk_tokens
         self.num_groups = len(self.groups)
         self.windows = tuple([group.window_tokens for group in groups])
+        counts = Counter(self.windows)
+        self.window_shares = tuple([(window, count / self.num_groups) for window, count in counts.items()])
+        """Every window once, None for none, with the share of the groups, and so of the layers, that have it."""
         self.full_groups = tuple([index for index, window in enumerate(self.windows) if window is None])
         self.window_groups = tuple([index for index, window in enumerate(self.windows) if window is not None])
 

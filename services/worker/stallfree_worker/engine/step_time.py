@@ -13,7 +13,8 @@ model is monotone in each driver, and a budget can be found by bisection.
 Two time scales. The shape (the coefficients) is fitted by non-negative least squares over a window that keeps a share
 for rare shapes, so that thousands of small decode steps do not drown the chunks. The speed is a running ratio of real
 to predicted time with a half-life of a few steps: it follows a core that is taken away or a noisy neighbour. Ratios of
-the last steps give the quantiles. A single outlier moves neither by more than a cap.
+the last steps give the quantiles, those of steps with prefill tokens and those of pure decodes apart: a hundred short
+steps say little about how far a long one may be off. A single outlier moves neither by more than a cap.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ _LEAST_SECONDS = 1e-6
 _MAX_RATIO = 3.0
 """A step beyond this many times its prediction, or below its part, counts as if it were there."""
 _NUM_RATIOS = 128
+_MANY_RATIOS = 16
+"""Enough of one kind of step for quantiles of its own."""
 _ERROR_SMOOTHING = 0.05
 _RIDGE = 1e-9
 _NUM_SWEEPS = 60
@@ -53,45 +56,54 @@ _PRIOR_SECONDS_PER_TOKEN = 0.0002
 class StepShape:
     """What drives the time of a step, known before it runs."""
 
+    windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
+    """How far back layers look, and the share of the layers that do: what the model is, not what the step holds."""
     num_tokens: int = 0
     num_prefill_tokens: int = 0
     """Those of `num_tokens` that are no decodes."""
     num_rows: int = 0
     """Chunks that draw a token, and prompt tokens that tell how likely the next one was: the output layer computes
     these rows only."""
-    decode_context_tokens: int = 0
-    """Sum of the contexts that the decodes read."""
-    prefill_attention_tokens: int = 0
-    """Sum over prefill chunks of `chunk * (context before it + chunk / 2)`: pairs of query and key."""
+    decode_context_tokens: float = 0.0
+    """Sum of the contexts that the decodes read, the mean over all layers."""
+    prefill_attention_tokens: float = 0.0
+    """Pairs of query and key in the prefill chunks, the mean over all layers: without windows
+    `chunk * (context before it + chunk / 2)`."""
     num_requests: int = 0
 
     def with_decode(self, context_tokens: int) -> StepShape:
         """With one more decode, whose context is `context_tokens` long."""
-        return StepShape(
+        return replace(
+            self,
             num_tokens=self.num_tokens + 1,
-            num_prefill_tokens=self.num_prefill_tokens,
             num_rows=self.num_rows + 1,
-            decode_context_tokens=self.decode_context_tokens + context_tokens,
-            prefill_attention_tokens=self.prefill_attention_tokens,
+            decode_context_tokens=self.decode_context_tokens + self._pairs(1, context_tokens),
             num_requests=self.num_requests + 1,
         )
 
     def with_chunk(self, num_tokens: int, context_tokens: int, *, is_last: bool) -> StepShape:
         """With one more prefill chunk after `context_tokens` computed ones; the last one draws a token."""
-        return StepShape(
+        return replace(
+            self,
             num_tokens=self.num_tokens + num_tokens,
             num_prefill_tokens=self.num_prefill_tokens + num_tokens,
             num_rows=self.num_rows + is_last,
-            decode_context_tokens=self.decode_context_tokens,
-            prefill_attention_tokens=self.prefill_attention_tokens
-            + num_tokens * context_tokens
-            + num_tokens * num_tokens // 2,
+            prefill_attention_tokens=self.prefill_attention_tokens + self._pairs(num_tokens, context_tokens),
             num_requests=self.num_requests + 1,
         )
 
     def with_rows(self, num_rows: int) -> StepShape:
         """With more rows for the output layer to compute."""
         return replace(self, num_rows=self.num_rows + num_rows)
+
+    def _pairs(self, num_tokens: int, context_tokens: int) -> float:
+        """Pairs of query and key of `num_tokens` queries behind a context, the mean over all layers."""
+        pairs = 0.0
+        for window, share in self.windows:
+            num_short = num_tokens if window is None else min(num_tokens, max(0, window - context_tokens))
+            seen = num_short * (context_tokens + num_short / 2) + (num_tokens - num_short) * (window or 0)
+            pairs += share * seen
+        return pairs
 
 
 _Features = tuple[float, ...]
@@ -108,8 +120,7 @@ class StepTimeModel:
         self._prior_scale = 0.0
         self._num_observed = 0
         self._log_speed = 0.0
-        self._ratios: deque[float] = deque()
-        self._sorted_ratios: list[float] = []
+        self._ratios = {has_prefill: _Ratios() for has_prefill in (False, True)}
         self._error_ratio = 0.0
 
     @property
@@ -128,7 +139,7 @@ class StepTimeModel:
     def predict(self, shape: StepShape, *, quantile: float | None = None) -> float:
         """Seconds that a step of this shape takes: the expectation, or the given quantile (0 to 1) of it."""
         seconds = math.exp(self._log_speed) * self._shape_seconds(shape)
-        return seconds if quantile is None else seconds * self._ratio_quantile(quantile)
+        return seconds if quantile is None else seconds * self._ratio_quantile(shape, quantile)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learns from a step that took `seconds`. A step without a duration is ignored."""
@@ -139,7 +150,7 @@ class StepTimeModel:
         if self._num_observed == 0:
             self._set_level(shape, seconds)
         elif is_known:  # a step of a new size may be predicted badly, and says nothing about the machine's speed
-            self._note_ratio(seconds / self.predict(shape))
+            self._note_ratio(shape, seconds / self.predict(shape))
         self._num_observed += 1
         self._remember(window, shape, seconds / math.exp(self._log_speed), is_capped=is_known)
         if self._num_observed <= _EAGER_STEPS or self._num_observed % _STEPS_PER_FIT == 0:
@@ -150,21 +161,17 @@ class StepTimeModel:
         scale = seconds / self._shape_seconds(shape)
         self._coefficients = [scale * value for value in self._coefficients]
 
-    def _note_ratio(self, ratio: float) -> None:
+    def _note_ratio(self, shape: StepShape, ratio: float) -> None:
         self._error_ratio += _ERROR_SMOOTHING * (abs(1 - 1 / ratio) - self._error_ratio)
         capped = min(max(ratio, 1 / _MAX_RATIO), _MAX_RATIO)
         self._log_speed += _SPEED_GAIN * math.log(capped)
-        if len(self._ratios) == _NUM_RATIOS:
-            del self._sorted_ratios[bisect.bisect_left(self._sorted_ratios, self._ratios.popleft())]
-        self._ratios.append(capped)
-        bisect.insort(self._sorted_ratios, capped)
+        self._ratios[shape.num_prefill_tokens > 0].add(capped)
 
-    def _ratio_quantile(self, quantile: float) -> float:
-        """With few steps behind it, nothing below the expectation is promised."""
-        if not self._sorted_ratios:
-            return 1.0
-        place = min(len(self._sorted_ratios) - 1, math.ceil(quantile * len(self._sorted_ratios)))
-        return max(1.0, self._sorted_ratios[place])
+    def _ratio_quantile(self, shape: StepShape, share: float) -> float:
+        """Nothing below the expectation is promised; and with few steps of a kind, what holds for all kinds."""
+        own = self._ratios[shape.num_prefill_tokens > 0]
+        kinds = [own] if len(own) >= _MANY_RATIOS else self._ratios.values()
+        return max(1.0, *[ratios.quantile(share) for ratios in kinds])
 
     def _shape_seconds(self, shape: StepShape) -> float:
         """At the speed at which the shape was learned."""
@@ -202,6 +209,28 @@ class StepTimeModel:
                 others = math.fsum(map(operator.mul, row, self._coefficients)) - row[place] * self._coefficients[place]
                 best = (self._targets[place] - others + hold * near[place]) / (row[place] + hold)
                 self._coefficients[place] = max(0.0, best)
+
+
+class _Ratios:
+    """Real to predicted seconds of the last steps of one kind."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, ratio: float) -> None:
+        if len(self._last) == _NUM_RATIOS:
+            del self._sorted[bisect.bisect_left(self._sorted, self._last.popleft())]
+        self._last.append(ratio)
+        bisect.insort(self._sorted, ratio)
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def quantile(self, share: float) -> float:
+        """0 where there is none."""
+        place = min(len(self._sorted) - 1, math.ceil(share * len(self._sorted)))
+        return self._sorted[place] if self._sorted else 0.0
 
 
 def _features(shape: StepShape) -> _Features:

@@ -12,7 +12,7 @@ from stallfree_worker.engine.step_time import StepShape, StepTimeModel
 from stallfree_worker.settings import SchedulerSettings
 
 _TYPICAL_GAIN = 0.1
-BUDGET_QUANTILE = 0.95
+BUDGET_QUANTILE = 0.98
 """Of the predicted step time: this share of the steps fits a budget in seconds."""
 _SMALLEST_CHUNK_TOKENS = 128
 """Of the table by position, at the end of a long prompt; less where steps are smaller."""

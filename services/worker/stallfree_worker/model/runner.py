@@ -76,6 +76,7 @@ class ModelRunner:
         tokens = (
             draw_tokens(logits, [self._draw_of(chunk, masks) for chunk in inputs.sampled]) if inputs.sampled else []
         )
+        self._structured_outputs.expect(inputs.sampled, tokens, masks)
         drawn = dict(zip([chunk.request_id for chunk in inputs.sampled], tokens, strict=True))
         unscored = [request_id for request_id, scores in prompts.items() if scores is None]
         undrawn = {

@@ -1,8 +1,9 @@
 """Has the masks of structured outputs ready when tokens are drawn, and lets nobody wait for them.
 
-Grammars are compiled, and the masks of a step's rows computed, by threads while the forward pass of the same step runs.
-A row whose mask is not there when tokens are drawn is postponed: its last token is computed again with the next step.
-So a grammar that takes a second to compile costs its own request that second, and the others nothing.
+Grammars are compiled by threads while forward passes run. The mask of a row's next draw is begun right after the draw
+before it, when its text is known and the other cores have nothing to do: most are ready when the next step begins. A
+row whose mask is not there when tokens are drawn is postponed: its last token is computed again with the next step. So
+a grammar that takes a second to compile costs its own request that second, and the others nothing.
 
 A matcher stands where the request's output so far brings it, so preemptions, resumed requests and tokens that are taken
 back need nothing of their own. It is forgotten when its request ends.
@@ -11,7 +12,8 @@ When a text can only end, the next token ends the request whatever it asked for:
 or with a model that has no end-of-sequence id, it would otherwise go on with nothing that it may say. Before that,
 `ignore_eos` makes the text as long as its grammar lets it be.
 
-Owned by `runner`, which calls `begin` before the forward pass and `finish` before the draw, from one thread.
+Owned by `runner`, which calls `begin` before the forward pass, `finish` before the draw and `expect` after it, from one
+thread.
 """
 
 from __future__ import annotations
@@ -167,6 +169,25 @@ class StructuredOutputs:
             postponed=frozenset(masks.keys() - known.keys()),
             failure_by_request={request_id: mask.failure for request_id, mask in known.items() if mask.failure},
         )
+
+    def expect(self, sampled: Sequence[Chunk], tokens: Sequence[int | None], masks: StepMasks) -> None:
+        """Begins what the draws after these will want. `tokens` were drawn after `sampled`, by `masks`."""
+        going_on = masks.forbidden_by_request.keys() - masks.completed
+        tasks: list[tuple[_Constraint, _Text]] = []
+        for chunk, token in zip(sampled, tokens, strict=True):
+            if token is None or chunk.request_id not in going_on or self._is_last(chunk, token):
+                continue
+            constraint, text = self._constraints[chunk.request_id], (*_text(chunk), token)
+            if constraint.needs_work(text):
+                tasks.append((constraint, text))
+        if tasks:
+            self._start(tasks, self._masking)
+
+    def _is_last(self, chunk: Chunk, token: int) -> bool:
+        """Whether nothing is drawn after this token, as far as that is known here."""
+        sampling = chunk.sampling
+        is_end = not sampling.ignore_eos and self._vocabulary is not None and token in self._vocabulary.eos_token_ids
+        return is_end or len(_text(chunk)) + 1 >= sampling.max_tokens
 
     def _forget(self, request_id: RequestId) -> None:
         constraint = self._constraints.pop(request_id, None)

@@ -48,7 +48,7 @@ class Batch:
         self._blocks = blocks
         self._budget = budget
         self._limits = limits
-        self._shape = StepShape()
+        self._shape = StepShape(windows=blocks.layout.window_shares)
         self._chunks: list[Chunk] = []
         self._preempted_ids: list[RequestId] = []
         self._num_recomputed_tokens = 0

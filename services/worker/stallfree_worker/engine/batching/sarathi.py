@@ -43,12 +43,16 @@ def _displace(batch: Batch) -> None:
     gives way to one whose line is closed: it would hold the room and not compute."""
     worst = max((request.new.priority for request in batch.running), default=None)
     better = [request for request in batch.waiting() if worst is not None and request.new.priority < worst]
+    if not better:
+        return
     closed = {request.line for request in batch.prefilling()}
+    best = min(request.new.priority for request in better)
+    worse = [other for other in batch.running if other.new.priority > best]
     may_displace = batch.ranking.may_displace
     pressing = [
         request
         for request in better
-        if request.line not in closed and any(may_displace(request, other) for other in batch.running)
+        if request.line not in closed and any(may_displace(request, other) for other in worse)
     ]
     for request in sorted(pressing, key=batch.ranking.key):
         if batch.is_being_spared(request):
@@ -83,7 +87,8 @@ class _Candidates:
         self._num_begun = Counter(request.line for request in begun)
         self._num_passed: Counter[Line] = Counter()
         self._is_admitting = True
-        waiting = [request for request in batch.waiting() if request.line not in self._num_begun]
+        firsts = batch.waiting() if batch.has_place else []
+        waiting = [request for request in firsts if request.line not in self._num_begun]
         self._heap = [self._entry(request) for request in (*begun, *waiting)]
         heapq.heapify(self._heap)
 
