@@ -17,12 +17,13 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 MANIFESTS := $(wildcard */pyproject.toml services/*/pyproject.toml) requirements-dev.txt constraints.txt
+KERNELS := $(wildcard services/worker/native/*) services/worker/hatch_build.py
 
 .PHONY: setup demo up test test-all check format clean
 
 setup: $(SETUP)
 
-$(SETUP): $(MANIFESTS)
+$(SETUP): $(MANIFESTS) $(KERNELS)
 	@start=$$(date +%s); \
 	$(PYTHON) -m venv .venv && \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt \

@@ -27,8 +27,11 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 # Our own code: a layer of a few hundred kilobytes.
 FROM dependencies AS code
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY shared shared
 COPY services/worker services/worker
+# The kernels for CPUs are compiled here; the GPU image has them too, a megabyte.
+ENV STALLFREE_REQUIRE_KERNELS=1
 RUN --mount=type=cache,target=/root/.cache/pip \
     /opt/venv/bin/pip install --no-deps --target /opt/stallfree ./shared ./services/worker
 

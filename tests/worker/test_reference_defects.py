@@ -13,7 +13,7 @@ from stallfree_shared.settings import load_settings
 from stallfree_worker.settings import WorkerSettings
 from tests.support.wire_client import ROOT
 
-ONE_CHOICE_SO_FAR = {"attention_backend", "tensor_parallel_size"}
+ONE_CHOICE_SO_FAR = {"tensor_parallel_size"}
 OTHER_VALUES: dict[str, str] = {
     "model": "a/model",
     "served_model_name": "name",

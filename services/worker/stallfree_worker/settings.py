@@ -11,7 +11,7 @@ from stallfree_shared.settings import DrainSettings, ServerSettings, SettingsGro
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
-AttentionBackend = Literal["reference"]
+AttentionBackend = Literal["auto", "cpu", "reference"]
 BatchingName = Literal["sarathi", "orca", "vllm", "faster_transformer", "chunked_only"]
 
 
@@ -32,7 +32,11 @@ class ModelSettings(SettingsGroup):
     )
     dtype: Dtype = Field("auto", description="Number format of weights and KV cache; auto takes the model's own.")
     device: Device = Field("auto", description="Where to compute; auto takes CUDA where there is a GPU.")
-    attention_backend: AttentionBackend = Field("reference", description="Implementation of paged attention.")
+    attention_backend: AttentionBackend = Field(
+        "auto",
+        description="How the forward pass is computed: cpu, by compiled kernels for CPUs with AVX-512; reference, in "
+        "plain torch on any device; auto takes cpu where it can.",
+    )
     tensor_parallel_size: int = Field(
         1, ge=1, le=1, description="GPUs that share one model; one is what there is so far."
     )

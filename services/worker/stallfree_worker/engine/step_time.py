@@ -42,6 +42,7 @@ _LEAST_SECONDS = 1e-6
 _MAX_RATIO = 3.0
 """A step beyond this many times its prediction, or below its part, counts as if it were there."""
 _NUM_RATIOS = 128
+_LEAST_QUANTILE_RATIO = 1.05
 _MANY_RATIOS = 16
 """Enough of one kind of step for quantiles of its own."""
 _ERROR_SMOOTHING = 0.05
@@ -168,10 +169,12 @@ class StepTimeModel:
         self._ratios[shape.num_prefill_tokens > 0].add(capped)
 
     def _ratio_quantile(self, shape: StepShape, share: float) -> float:
-        """Nothing below the expectation is promised; and with few steps of a kind, what holds for all kinds."""
+        """Always somewhat beyond the expectation, which is never exact. With few steps of a kind, what holds for all
+        kinds.
+        """
         own = self._ratios[shape.num_prefill_tokens > 0]
         kinds = [own] if len(own) >= _MANY_RATIOS else self._ratios.values()
-        return max(1.0, *[ratios.quantile(share) for ratios in kinds])
+        return max(_LEAST_QUANTILE_RATIO, *[ratios.quantile(share) for ratios in kinds])
 
     def _shape_seconds(self, shape: StepShape) -> float:
         """At the speed at which the shape was learned."""

@@ -1,10 +1,12 @@
-"""The decoder: one forward pass over a flat hybrid batch.
+"""The decoder: one forward pass over a flat hybrid batch, in plain torch, on any device.
 
 All tokens go through every linear layer together; attention alone knows which chunk a token belongs to. It computes
-from a `DecoderConfig` and knows no family's name. Called by `runner`.
+from a `DecoderConfig` and knows no family's name. Called by `runner`. `cpu.decoder` does the same in compiled kernels.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation uses
@@ -15,14 +17,30 @@ from stallfree_worker.model.batch_inputs import BatchInputs
 from stallfree_worker.model.families import DecoderConfig, LayerConfig
 from stallfree_worker.model.kv_cache import KVCache
 from stallfree_worker.model.kv_groups import group_layers
+from stallfree_worker.model.linear import Linear
 from stallfree_worker.model.rope import RotaryEmbedding, rotate
 from stallfree_worker.model.weights import DecoderWeights, LayerWeights
 
 
-class Decoder:
+class Decoder(Protocol):
+    """What `runner` computes with."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
+        """Writes the step's keys and values to the cache → the last layer's output, [num_tokens, hidden_size]."""
+        ...
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """The logits of some rows, int64 [num_rows], of what `forward` gave: [num_rows, num_ids]."""
+        ...
+
+
+class TorchDecoder:
     """Holds weights, and no state between steps: what a step leaves behind is in the KV cache."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, attention: AttentionBackend) -> None:
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights[Linear], attention: AttentionBackend) -> None:
         self._config = config
         self._weights = weights
         self._attention = attention
@@ -44,7 +62,6 @@ class Decoder:
         return self._weights.embedding.device
 
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
-        """Writes the step's keys and values to the cache → the last layer's output, [num_tokens, hidden_size]."""
         if inputs.fresh_blocks is not None:
             cache.clear(inputs.fresh_blocks)
         hidden = F.embedding(inputs.token_ids, self._weights.embedding) * self._embedding_scale
@@ -58,7 +75,6 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The logits of some rows, int64 [num_rows], of what `forward` gave: [num_rows, num_ids]."""
         normed = _norm(hidden.index_select(0, rows), self._weights.final_norm, self._config.norm_eps)
         logits = self._weights.head(normed)
         cap = self._config.logit_softcap
@@ -68,7 +84,7 @@ class Decoder:
 class _Layer:
     """One layer, before and after its attention."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, weights: LayerWeights, *, group: int) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, weights: LayerWeights[Linear], *, group: int) -> None:
         self.rope = layer.rope
         self.attention_rule = AttentionRule(
             scale=config.attention_scale,

@@ -9,16 +9,19 @@ from pathlib import Path
 import torch
 
 from stallfree_worker.loaded_model import LoadedModel
-from stallfree_worker.model.attention import BACKENDS
+from stallfree_worker.model.attention.reference import ReferenceAttention
 from stallfree_worker.model.card import ModelFolder, make_card
 from stallfree_worker.model.checkpoint import Checkpoint
 from stallfree_worker.model.config_reader import JsonObject
-from stallfree_worker.model.decoder import Decoder
+from stallfree_worker.model.cpu.decoder import CpuDecoder, reason_against
+from stallfree_worker.model.cpu.packed import PackedMatrix
+from stallfree_worker.model.decoder import Decoder, TorchDecoder
 from stallfree_worker.model.demo import DEMO_MODEL, DEMO_NAME
 from stallfree_worker.model.errors import ModelLoadError
 from stallfree_worker.model.families import DecoderConfig, read_decoder_config
 from stallfree_worker.model.grammar_masks import GrammarVocabulary
 from stallfree_worker.model.kv_cache import DEFAULT_CPU_CACHE_BYTES, KVCache, KVCacheShape
+from stallfree_worker.model.linear import Linear
 from stallfree_worker.model.runner import ModelRunner, RunnerLimits
 from stallfree_worker.model.source import model_folder
 from stallfree_worker.model.structured_output import StructuredOutputs
@@ -81,14 +84,32 @@ def _default_name(model: str) -> str:
 
 
 def _load_decoder(
-    path: Path, config_json: JsonObject, config: DecoderConfig, settings: ModelSettings, *, num_head_rows: int
+    path: Path, config_json: JsonObject, config: DecoderConfig, settings: WorkerSettings, *, num_head_rows: int
 ) -> tuple[Decoder, torch.dtype]:
     device = _device(settings)
     with Checkpoint(path) as checkpoint:
         dtype = _dtype(settings, config_json, checkpoint, device)
-        target = WeightTarget(device=device, dtype=dtype, num_head_rows=num_head_rows)
-        weights = load_weights(checkpoint, config, target)
-    return Decoder(config, weights, BACKENDS[settings.attention_backend]()), dtype
+        if _takes_cpu_kernels(config, settings, device, dtype):
+            packed = load_weights(checkpoint, config, WeightTarget(device, dtype, num_head_rows, PackedMatrix))
+            threads = torch.get_num_threads()
+            return CpuDecoder(config, packed, block_size=settings.block_size, num_threads=threads), dtype
+        weights = load_weights(checkpoint, config, WeightTarget(device, dtype, num_head_rows, Linear))
+        return TorchDecoder(config, weights, ReferenceAttention()), dtype
+
+
+def _takes_cpu_kernels(
+    config: DecoderConfig, settings: WorkerSettings, device: torch.device, dtype: torch.dtype
+) -> bool:
+    if settings.attention_backend == "reference" or (settings.attention_backend == "auto" and device.type != "cpu"):
+        return False
+    reason = "this is no CPU" if device.type != "cpu" else None
+    reason = reason or reason_against(config, dtype=dtype, block_size=settings.block_size)
+    if reason is None:
+        return True
+    if settings.attention_backend == "cpu":
+        raise ModelLoadError(f"--attention-backend cpu: the compiled kernels cannot be used: {reason}")
+    _logger.warning("the compiled kernels cannot be used, plain torch computes instead", extra={"reason": reason})
+    return False
 
 
 def _make_runner(

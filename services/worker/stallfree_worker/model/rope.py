@@ -157,9 +157,13 @@ class RotaryEmbedding:
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine for `rotate`, float32 [num_tokens, 1, head_dim] each."""
-        half = positions[:, None].float() * self._inverse_frequencies
-        cosine, sine = half.cos() * self._attention_factor, half.sin() * self._attention_factor
+        cosine, sine = self.half_angles(positions)
         return torch.cat((cosine, cosine), dim=-1)[:, None], torch.cat((-sine, sine), dim=-1)[:, None]
+
+    def half_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each pair of dimensions, float32 [num_tokens, head_dim / 2] each."""
+        angles = positions[:, None].float() * self._inverse_frequencies
+        return angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
 
 
 def rotate(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

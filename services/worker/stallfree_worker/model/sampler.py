@@ -7,7 +7,7 @@ the same tokens alone, in any batch, after a preemption and on another worker.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
 
     None where the row has NaN, +inf or nothing but -inf, as the model gave it or after `logit_adjustments`.
     """
-    best, tokens = logits.max(dim=-1)
+    best, tokens = _find_best(logits)
     greedy = [row for row, draw in enumerate(draws) if draw.is_greedy and draw.adjusts_logits]
     sampled = [row for row, draw in enumerate(draws) if not draw.is_greedy]
     for rows, draw_some in ((greedy, _draw_greedy), (sampled, _draw_sampled)):
@@ -64,8 +64,18 @@ def _mix(value: int) -> int:
 def _draw_greedy(logits: Tensor, draws: list[Draw]) -> Tensor:
     """logits float32 [num_rows, num_ids] → int64 [num_rows]."""
     del draws
-    best, tokens = logits.max(dim=-1)
+    best, tokens = _find_best(logits)
     return torch.where(best.isfinite(), tokens, _NOTHING)
+
+
+def _find_best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row, and the lowest id that has it. First the block of ids, then the id in it: torch finds
+    the place of a maximum fifteen times more slowly than the maximum."""
+    blocks = _blocks_of(logits, torch.amax)
+    best, block = blocks.max(dim=-1)
+    ids = block[:, None] * _BLOCK_COLUMNS + torch.arange(_BLOCK_COLUMNS, device=logits.device)
+    ids = ids.clamp_(max=logits.shape[-1] - 1)
+    return best, ids.gather(1, logits.gather(1, ids).argmax(dim=-1, keepdim=True)).squeeze(-1)
 
 
 def _draw_sampled(logits: Tensor, draws: list[Draw]) -> Tensor:
@@ -104,10 +114,16 @@ def _first_beyond(values: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """float64 [num_rows, num_blocks]; the last block may be shorter, or empty."""
-    num_whole = weights.shape[-1] // _BLOCK_COLUMNS * _BLOCK_COLUMNS
-    whole = weights[:, :num_whole].view(len(weights), num_whole // _BLOCK_COLUMNS, _BLOCK_COLUMNS).sum(-1)
-    return torch.cat((whole, weights[:, num_whole:].sum(-1, keepdim=True)), dim=-1).double()
+    """float64 [num_rows, num_blocks]."""
+    return _blocks_of(weights, torch.sum).double()
+
+
+def _blocks_of(values: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """What `reduce` makes of every block of ids; the last one may be shorter."""
+    num_whole = values.shape[-1] // _BLOCK_COLUMNS
+    whole, rest = values[:, : num_whole * _BLOCK_COLUMNS], values[:, num_whole * _BLOCK_COLUMNS :]
+    reduced = reduce(whole.unflatten(-1, (num_whole, _BLOCK_COLUMNS)), -1)
+    return torch.cat((reduced, reduce(rest[:, None], -1)), dim=-1) if rest.shape[-1] else reduced
 
 
 def _weights(logits: Tensor, best: Tensor, draws: list[Draw]) -> Tensor:

@@ -7,8 +7,9 @@ makes fewer and larger products.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch import Tensor
 from stallfree_worker.model.checkpoint import Checkpoint
 from stallfree_worker.model.errors import ModelLoadError
 from stallfree_worker.model.families import DecoderConfig
-from stallfree_worker.model.linear import Linear
 
 _logger = logging.getLogger(__name__)
 
@@ -27,41 +27,48 @@ _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower."
 """Parts of a multimodal model that a text decoder does not use."""
 _MOST_NAMES_SHOWN = 8
 
+LinearT = TypeVar("LinearT")
+"""A matrix in the form that a decoder multiplies with."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
+class LayerWeights(Generic[LinearT]):
     """Norm weights are float32 and ready to multiply with; projections are in the model's dtype."""
 
     input_norm: Tensor
-    qkv: Linear
+    qkv: LinearT
     qk_norm: Tensor | None
     """[num_heads + num_kv_heads, head_dim]: one row per head, so that queries and keys are normed in one go."""
-    output: Linear
+    output: LinearT
     attention_post_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: LinearT
+    down: LinearT
     mlp_post_norm: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderWeights:
+class DecoderWeights(Generic[LinearT]):
     embedding: Tensor
     """[vocab_size, hidden_size]"""
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights[LinearT], ...]
     final_norm: Tensor
-    head: Linear
+    head: LinearT
     """Rows of the tokenizer's ids only: padded rows of the output matrix can never be drawn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightTarget:
+@dataclass(frozen=True, slots=True)
+class WeightTarget(Generic[LinearT]):
     device: torch.device
     dtype: torch.dtype
     num_head_rows: int
+    make_linear: Callable[[Tensor, Tensor | None], LinearT]
+    """Of a weight [out_features, in_features] and a bias."""
 
 
-def load_weights(checkpoint: Checkpoint, config: DecoderConfig, target: WeightTarget) -> DecoderWeights:
+def load_weights(
+    checkpoint: Checkpoint, config: DecoderConfig, target: WeightTarget[LinearT]
+) -> DecoderWeights[LinearT]:
     """Raises `ModelLoadError` naming weights that are missing, unexpected or of a wrong shape."""
     prefix = _find_prefix(checkpoint)
     head_name = next((name for name in _HEADS if name in checkpoint.names), _HEADS[0])
@@ -78,14 +85,16 @@ def load_weights(checkpoint: Checkpoint, config: DecoderConfig, target: WeightTa
         embedding=embedding,
         layers=tuple(_load_layer(reader, f"{prefix}layers.{i}.", config) for i in range(len(config.layers))),
         final_norm=reader.norm(f"{prefix}norm.weight", config),
-        head=Linear(head[: target.num_head_rows]),
+        head=target.make_linear(head[: target.num_head_rows], None),
     )
 
 
-class _Reader:
+class _Reader(Generic[LinearT]):
     """Gives tensors of the expected shape, on the device, in the dtype."""
 
-    def __init__(self, checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], target: WeightTarget) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], target: WeightTarget[LinearT]
+    ) -> None:
         self._checkpoint = checkpoint
         self._shapes = shapes
         self._target = target
@@ -106,14 +115,14 @@ class _Reader:
     def norm(self, name: str, config: DecoderConfig) -> Tensor:
         return self._raw(name).to(device=self._target.device, dtype=torch.float32) + config.norm_weight_offset
 
-    def linear(self, stem: str, names: tuple[str, ...], *, has_bias: bool) -> Linear:
+    def linear(self, stem: str, names: tuple[str, ...], *, has_bias: bool) -> LinearT:
         """One product for several projections of the same input, their rows one below the other."""
         weight = torch.cat([self.matrix(f"{stem}{name}.weight") for name in names])
         bias = torch.cat([self.matrix(f"{stem}{name}.bias") for name in names]) if has_bias else None
-        return Linear(weight, bias)
+        return self._target.make_linear(weight, bias)
 
 
-def _load_layer(reader: _Reader, stem: str, config: DecoderConfig) -> LayerWeights:
+def _load_layer(reader: _Reader[LinearT], stem: str, config: DecoderConfig) -> LayerWeights[LinearT]:
     # Gemma 3 calls the norm after attention by the name that others give to the norm before the MLP.
     mlp_norm = "pre_feedforward_layernorm" if config.has_post_norms else "post_attention_layernorm"
 
@@ -133,7 +142,7 @@ def _load_layer(reader: _Reader, stem: str, config: DecoderConfig) -> LayerWeigh
     )
 
 
-def _load_qk_norm(reader: _Reader, stem: str, config: DecoderConfig) -> Tensor:
+def _load_qk_norm(reader: _Reader[LinearT], stem: str, config: DecoderConfig) -> Tensor:
     query, key = (reader.norm(f"{stem}{name}.weight", config) for name in ("q_norm", "k_norm"))
     return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
 

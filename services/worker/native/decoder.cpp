@@ -1,0 +1,420 @@
+// The forward pass of a decoder over one flat hybrid batch, for CPUs with AVX-512 (and its bfloat16 instructions, for
+// weights in that format). Called from Python through the functions at the end; `stallfree_worker.model.native` holds the
+// same structures and owns all memory that is pointed to here.
+//
+// All threads walk through the pass together: a part of a matrix, a few rows or some tasks each, and a barrier.
+
+#include <cmath>
+#include <vector>
+
+#include "attention.h"
+#include "matmul.h"
+#include "numbers.h"
+#include "team.h"
+
+namespace stallfree {
+
+enum Activation : std::int32_t { kSilu = 0, kGeluTanh = 1 };
+
+extern "C" {
+
+struct StallfreeMatrix {
+  const char* tiles;
+  const float* bias;
+  std::int32_t num_outputs;
+  std::int32_t num_inputs;
+};
+
+struct StallfreeLayer {
+  StallfreeMatrix qkv;
+  StallfreeMatrix output;
+  StallfreeMatrix gate_up;  // tiles of both by turns
+  StallfreeMatrix down;
+  const float* input_norm;
+  const float* qk_norm;              // [num_heads + num_kv_heads, head_dim], or null
+  const float* attention_post_norm;  // or null
+  const float* mlp_norm;
+  const float* mlp_post_norm;  // or null
+  char* keys;
+  char* values;
+  std::int32_t group;
+  std::int32_t rope;
+  std::int32_t window;  // 0: none
+  std::int32_t padding;
+};
+
+struct StallfreeDecoder {
+  const StallfreeLayer* layers;
+  StallfreeMatrix head;
+  const float* final_norm;
+  const char* embedding;  // [vocab_size, hidden_size]
+  std::int32_t is_bfloat16;
+  std::int32_t num_layers;
+  std::int32_t hidden_size;
+  std::int32_t intermediate_size;
+  std::int32_t num_heads;
+  std::int32_t num_kv_heads;
+  std::int32_t head_dim;
+  std::int32_t block_size;
+  std::int32_t activation;
+  float norm_eps;
+  float attention_scale;
+  float attention_softcap;  // 0: none
+  float logit_softcap;      // 0: none
+  float embedding_scale;
+};
+
+struct StallfreeBatch {
+  const std::int64_t* token_ids;      // [num_tokens]
+  const std::int32_t* cu_seqlens_q;   // [num_sequences + 1]
+  const Tables* tables;               // [num_groups]
+  const float* const* cosines;        // [num_ropes] of [num_tokens, head_dim / 2]
+  const float* const* sines;
+  std::int32_t num_tokens;
+  std::int32_t num_sequences;
+};
+
+}  // extern "C"
+
+namespace {
+
+Matrix matrix_of(const StallfreeMatrix& matrix, bool is_bfloat16) {
+  return {matrix.tiles, matrix.bias, matrix.num_outputs, (matrix.num_outputs + kWidth - 1) / kWidth,
+          matrix.num_inputs / (is_bfloat16 ? 2 : 1)};
+}
+
+// x * weight / rms(x), where x is `size` floats.
+template <class Store>
+void norm_row(const float* x, const float* weight, int size, float eps, Store&& store) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int i = 0; i < size; i += kWidth) {
+    const __m512 value = _mm512_loadu_ps(x + i);
+    squares = _mm512_fmadd_ps(value, value, squares);
+  }
+  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps));
+  for (int i = 0; i < size; i += kWidth) {
+    store(i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(weight + i)));
+  }
+}
+
+template <class T>
+class ForwardPass {
+ public:
+  // `hidden`, [num_tokens, hidden_size], is the result and the residual stream on the way there.
+  ForwardPass(const StallfreeDecoder& decoder, const StallfreeBatch& batch, float* hidden, char* scratch, int num_threads)
+      : decoder_(decoder),
+        batch_(batch),
+        hidden_(hidden),
+        num_qkv_((decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim),
+        num_q_(decoder.num_heads * decoder.head_dim),
+        shape_{decoder.block_size, decoder.num_kv_heads, decoder.head_dim,
+               std::int64_t{decoder.block_size} * decoder.head_dim * std::int64_t{sizeof(T)},
+               std::int64_t{decoder.block_size} * decoder.head_dim * decoder.num_kv_heads * std::int64_t{sizeof(T)}} {
+    const std::int64_t num_tokens = batch.num_tokens;
+    normed_ = take<T>(scratch, num_tokens * decoder.hidden_size);
+    projected_ = take<float>(scratch, num_tokens * num_qkv_);
+    queries_ = take<T>(scratch, num_tokens * num_q_);
+    attended_ = take<T>(scratch, num_tokens * num_q_);
+    update_ = take<float>(scratch, num_tokens * decoder.hidden_size);
+    active_ = take<T>(scratch, num_tokens * decoder.intermediate_size);
+    attention_scratch_ = take<AttentionScratch<T>>(scratch, num_threads);
+    plan_attention();
+  }
+
+  // Bytes of scratch memory that a pass over these many tokens needs.
+  static std::int64_t scratch_bytes(const StallfreeDecoder& decoder, std::int64_t num_tokens, int num_threads) {
+    const std::int64_t q = std::int64_t{decoder.num_heads} * decoder.head_dim;
+    const std::int64_t qkv = q + std::int64_t{2} * decoder.num_kv_heads * decoder.head_dim;
+    const std::int64_t per_token = sizeof(T) * (decoder.hidden_size + 2 * q + decoder.intermediate_size) +
+                                   sizeof(float) * (qkv + decoder.hidden_size);
+    return num_tokens * per_token + std::int64_t{sizeof(AttentionScratch<T>)} * num_threads + 8 * 64;
+  }
+
+  void run(Member& member) {
+    embed(member);
+    norm(member, decoder_.layers[0].input_norm);
+    member.wait_for_all();
+    for (int number = 0; number < decoder_.num_layers; ++number) {
+      const bool is_last = number + 1 == decoder_.num_layers;
+      run_layer(member, decoder_.layers[number], is_last ? nullptr : decoder_.layers[number + 1].input_norm);
+    }
+  }
+
+ private:
+  template <class Item>
+  static Item* take(char*& scratch, std::int64_t count) {
+    scratch = reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(scratch) + 63) & ~std::uintptr_t{63});
+    Item* items = reinterpret_cast<Item*>(scratch);
+    scratch += count * std::int64_t{sizeof(Item)};
+    return items;
+  }
+
+  void plan_attention() {
+    const int most_queries = std::max(1, kTileRows / (decoder_.num_heads / decoder_.num_kv_heads));
+    for (int sequence = batch_.num_sequences - 1; sequence >= 0; --sequence) {  // chunks come last: they take longest
+      const int num_queries = num_queries_of(sequence);
+      for (int first = 0; first < num_queries; first += most_queries) {
+        for (int head = 0; head < decoder_.num_kv_heads; ++head) {
+          tasks_.push_back({sequence, head, first, std::min(num_queries, first + most_queries)});
+        }
+      }
+    }
+  }
+
+  int num_queries_of(int sequence) const {
+    return batch_.cu_seqlens_q[sequence + 1] - batch_.cu_seqlens_q[sequence];
+  }
+
+  void embed(const Member& member) {
+    const int size = decoder_.hidden_size;
+    const __m512 scale = _mm512_set1_ps(decoder_.embedding_scale);
+    const Range rows = member.part_of(batch_.num_tokens);
+    for (int row = rows.begin; row < rows.end; ++row) {
+      const T* from = reinterpret_cast<const T*>(decoder_.embedding) + batch_.token_ids[row] * size;
+      for (int i = 0; i < size; i += kWidth) {
+        _mm512_storeu_ps(hidden_ + std::int64_t{row} * size + i, _mm512_mul_ps(scale, Numbers<T>::load(from + i)));
+      }
+    }
+  }
+
+  // This thread's rows of the residual stream, for the next product.
+  void norm(const Member& member, const float* weight) {
+    const int size = decoder_.hidden_size;
+    const Range rows = member.part_of(batch_.num_tokens);
+    for (int row = rows.begin; row < rows.end; ++row) {
+      T* to = normed_ + std::int64_t{row} * size;
+      norm_row(hidden_ + std::int64_t{row} * size, weight, size, decoder_.norm_eps,
+               [to](int i, __m512 values) { Numbers<T>::store(to + i, values); });
+    }
+  }
+
+  // Adds what a block of the layer gave to this thread's rows of the residual stream.
+  void add_update(const Member& member, const float* post_norm) {
+    const int size = decoder_.hidden_size;
+    const Range rows = member.part_of(batch_.num_tokens);
+    for (int row = rows.begin; row < rows.end; ++row) {
+      float* hidden = hidden_ + std::int64_t{row} * size;
+      const float* update = update_ + std::int64_t{row} * size;
+      const auto add = [hidden](int i, __m512 values) {
+        _mm512_storeu_ps(hidden + i, _mm512_add_ps(_mm512_loadu_ps(hidden + i), values));
+      };
+      if (post_norm != nullptr) {
+        norm_row(update, post_norm, size, decoder_.norm_eps, add);
+      } else {
+        for (int i = 0; i < size; i += kWidth) {
+          add(i, _mm512_loadu_ps(update + i));
+        }
+      }
+    }
+  }
+
+  void run_layer(Member& member, const StallfreeLayer& layer, const float* next_norm) {
+    project(member, normed_, decoder_.hidden_size, layer.qkv, projected_);
+    member.wait_for_all();
+    place_heads(member, layer);
+    member.wait_for_all();
+    attend(member, layer);
+    project(member, attended_, num_q_, layer.output, update_);
+    member.wait_for_all();
+    add_update(member, layer.attention_post_norm);
+    norm(member, layer.mlp_norm);
+    member.wait_for_all();
+    activate(member, layer.gate_up);
+    member.wait_for_all();
+    project(member, active_, decoder_.intermediate_size, layer.down, update_);
+    member.wait_for_all();
+    add_update(member, layer.mlp_post_norm);
+    if (next_norm != nullptr) {
+      norm(member, next_norm);
+    }
+    member.wait_for_all();
+  }
+
+  void project(const Member& member, const T* x, int num_inputs, const StallfreeMatrix& weights, float* out) {
+    const Matrix matrix = matrix_of(weights, sizeof(T) == 2);
+    multiply<T>(member, x, std::ptrdiff_t{num_inputs} * sizeof(T), batch_.num_tokens, matrix, 1,
+                [&](int row, int rows, int tile, int num_tiles, const float* sums) {
+                  store_sums(matrix, row, rows, tile, num_tiles, sums, out);
+                });
+  }
+
+  static void store_sums(const Matrix& matrix, int row, int rows, int tile, int num_tiles, const float* sums,
+                         float* out) {
+    for (int r = 0; r < rows; ++r) {
+      float* to = out + std::int64_t{row + r} * matrix.num_outputs + tile * kWidth;
+      for (int t = 0; t < num_tiles; ++t) {
+        __m512 value = _mm512_load_ps(sums + r * kPassStride + t * kWidth);
+        if (matrix.bias != nullptr) {
+          value = _mm512_add_ps(value, _mm512_loadu_ps(matrix.bias + (tile + t) * kWidth));
+        }
+        _mm512_storeu_ps(to + t * kWidth, value);
+      }
+    }
+  }
+
+  // Rotates queries and keys, and puts keys and values where they belong.
+  void place_heads(const Member& member, const StallfreeLayer& layer) {
+    const int dim = decoder_.head_dim, half = dim / 2;
+    const int num_heads = decoder_.num_heads, num_rotated = num_heads + decoder_.num_kv_heads;
+    const Tables& tables = batch_.tables[layer.group];
+    const Range rows = member.part_of(batch_.num_tokens);
+    alignas(64) float turned[kMostHeadDim];
+    for (int row = rows.begin; row < rows.end; ++row) {
+      float* heads = projected_ + std::int64_t{row} * num_qkv_;
+      const float* cosine = batch_.cosines[layer.rope] + std::int64_t{row} * half;
+      const float* sine = batch_.sines[layer.rope] + std::int64_t{row} * half;
+      const std::int64_t block = tables.slots[row] / shape_.block_size;
+      const int slot = static_cast<int>(tables.slots[row] % shape_.block_size);
+      for (int head = 0; head < num_rotated; ++head) {
+        float* values = heads + head * dim;
+        if (layer.qk_norm != nullptr) {
+          norm_row(values, layer.qk_norm + head * dim, dim, decoder_.norm_eps,
+                   [values](int i, __m512 normed) { _mm512_storeu_ps(values + i, normed); });
+        }
+        for (int i = 0; i < half; ++i) {
+          turned[i] = values[i] * cosine[i] - values[i + half] * sine[i];
+          turned[i + half] = values[i + half] * cosine[i] + values[i] * sine[i];
+        }
+        if (head < num_heads) {
+          T* to = queries_ + std::int64_t{row} * num_q_ + head * dim;
+          for (int i = 0; i < dim; i += kWidth) {
+            Numbers<T>::store(to + i, _mm512_load_ps(turned + i));
+          }
+        } else {
+          write_key<T>(head_at(layer.keys, block, head - num_heads), turned, slot, dim);
+        }
+      }
+      for (int head = 0; head < decoder_.num_kv_heads; ++head) {
+        write_value<T>(head_at(layer.values, block, head), heads + (num_rotated + head) * dim, slot, dim,
+                       shape_.block_size);
+      }
+    }
+  }
+
+  char* head_at(char* cache, std::int64_t block, int head) const {
+    return cache + block * shape_.block_bytes + head * shape_.head_bytes;
+  }
+
+  void attend(Member& member, const StallfreeLayer& layer) {
+    const AttentionRule rule{decoder_.attention_scale, decoder_.attention_softcap, layer.window};
+    const Attention<T> attention(shape_, {layer.keys, layer.values}, batch_.tables[layer.group], rule,
+                                 decoder_.num_heads);
+    member.share(static_cast<int>(tasks_.size()), [&](int number) {
+      const AttentionTask& task = tasks_[number];
+      attention.compute(task, queries_, attended_, batch_.cu_seqlens_q[task.sequence], num_queries_of(task.sequence),
+                        attention_scratch_[member.index]);
+    });
+  }
+
+  void activate(const Member& member, const StallfreeMatrix& weights) {
+    const Matrix matrix = matrix_of(weights, sizeof(T) == 2);
+    multiply<T>(member, normed_, std::ptrdiff_t{decoder_.hidden_size} * sizeof(T), batch_.num_tokens, matrix, 2,
+                [&](int row, int rows, int tile, int num_tiles, const float* sums) {
+                  for (int r = 0; r < rows; ++r) {
+                    T* to = active_ + std::int64_t{row + r} * decoder_.intermediate_size;
+                    for (int t = 0; t < num_tiles; t += 2) {
+                      __m512 gate = _mm512_load_ps(sums + r * kPassStride + t * kWidth);
+                      __m512 up = _mm512_load_ps(sums + r * kPassStride + (t + 1) * kWidth);
+                      if (matrix.bias != nullptr) {
+                        gate = _mm512_add_ps(gate, _mm512_loadu_ps(matrix.bias + (tile + t) * kWidth));
+                        up = _mm512_add_ps(up, _mm512_loadu_ps(matrix.bias + (tile + t + 1) * kWidth));
+                      }
+                      Numbers<T>::store(to + (tile + t) / 2 * kWidth, _mm512_mul_ps(active(gate), up));
+                    }
+                  }
+                });
+  }
+
+  __m512 active(__m512 x) const {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    __m512 inner = x;  // of the logistic function that both multiply x with
+    if (decoder_.activation == kGeluTanh) {
+      const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+      inner = _mm512_mul_ps(_mm512_set1_ps(1.5957691216057308f),
+                            _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), cube, x));
+    }
+    const __m512 power = exponential(_mm512_sub_ps(_mm512_setzero_ps(), inner));
+    return _mm512_div_ps(x, _mm512_add_ps(one, power));
+  }
+
+  const StallfreeDecoder& decoder_;
+  const StallfreeBatch& batch_;
+  float* const hidden_;
+  const int num_qkv_;
+  const int num_q_;
+  const CacheShape shape_;
+  T* normed_;
+  float* projected_;
+  T* queries_;
+  T* attended_;
+  float* update_;
+  T* active_;
+  AttentionScratch<T>* attention_scratch_;
+  std::vector<AttentionTask> tasks_;
+};
+
+template <class T>
+void forward(const StallfreeDecoder& decoder, const StallfreeBatch& batch, float* hidden, char* scratch,
+             int num_threads) {
+  ForwardPass<T> pass(decoder, batch, hidden, scratch, num_threads);
+  run_together(num_threads, [&](Member& member) { pass.run(member); });
+}
+
+// The output layer for some rows of `hidden`.
+template <class T>
+void head(const StallfreeDecoder& decoder, const float* hidden, const std::int64_t* rows, int num_rows, float* logits,
+          char* scratch, int num_threads) {
+  const int size = decoder.hidden_size;
+  T* normed = reinterpret_cast<T*>(scratch);
+  const Matrix matrix = matrix_of(decoder.head, sizeof(T) == 2);
+  run_together(num_threads, [&](Member& member) {
+    const Range own = member.part_of(num_rows);
+    for (int row = own.begin; row < own.end; ++row) {
+      T* to = normed + std::int64_t{row} * size;
+      norm_row(hidden + rows[row] * size, decoder.final_norm, size, decoder.norm_eps,
+               [to](int i, __m512 values) { Numbers<T>::store(to + i, values); });
+    }
+    member.wait_for_all();
+    multiply<T>(member, normed, std::ptrdiff_t{size} * sizeof(T), num_rows, matrix, 1,
+                [&](int row, int count, int tile, int num_tiles, const float* sums) {
+                  for (int r = 0; r < count; ++r) {
+                    float* to = logits + std::int64_t{row + r} * matrix.num_outputs;
+                    for (int t = 0; t < num_tiles; ++t) {
+                      const int column = (tile + t) * kWidth;
+                      __m512 value = _mm512_load_ps(sums + r * kPassStride + t * kWidth);
+                      if (decoder.logit_softcap != 0) {
+                        const __m512 cap = _mm512_set1_ps(decoder.logit_softcap);
+                        value = _mm512_mul_ps(cap, tangent_hyperbolic(_mm512_div_ps(value, cap)));
+                      }
+                      const int left = std::min(kWidth, matrix.num_outputs - column);
+                      _mm512_mask_storeu_ps(to + column, static_cast<__mmask16>((1u << left) - 1), value);
+                    }
+                  }
+                });
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+std::int64_t stallfree_scratch_bytes(const StallfreeDecoder* decoder, std::int64_t num_tokens, int num_threads) {
+  return decoder->is_bfloat16 ? ForwardPass<Bf16>::scratch_bytes(*decoder, num_tokens, num_threads)
+                              : ForwardPass<float>::scratch_bytes(*decoder, num_tokens, num_threads);
+}
+
+void stallfree_forward(const StallfreeDecoder* decoder, const StallfreeBatch* batch, float* hidden, char* scratch,
+                       int num_threads) {
+  const auto run = decoder->is_bfloat16 ? forward<Bf16> : forward<float>;
+  run(*decoder, *batch, hidden, scratch, num_threads);
+}
+
+void stallfree_logits(const StallfreeDecoder* decoder, const float* hidden, const std::int64_t* rows, int num_rows,
+                      float* logits, char* scratch, int num_threads) {
+  const auto run = decoder->is_bfloat16 ? head<Bf16> : head<float>;
+  run(*decoder, hidden, rows, num_rows, logits, scratch, num_threads);
+}
+
+}  // extern "C"
+
+}  // namespace stallfree

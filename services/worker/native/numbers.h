@@ -1,0 +1,76 @@
+// The two number formats that weights, activations and the KV cache may have, and vector arithmetic on them.
+//
+// Everything is made of 4-byte lanes: one float, or two neighbouring bfloat16 values, whose products with two others the
+// CPU adds up in one instruction. Sums are always float.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace stallfree {
+
+constexpr int kWidth = 16;  // lanes of a vector
+
+struct Bf16 {
+  std::uint16_t bits;
+};
+
+template <class T>
+struct Numbers;
+
+template <>
+struct Numbers<float> {
+  static constexpr int kPerLane = 1;
+
+  static __m512 dot(__m512 sum, __m512i x, __m512i y) {
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y), sum);
+  }
+  static __m512 load(const float* from) { return _mm512_loadu_ps(from); }
+  static void store(float* to, __m512 values) { _mm512_storeu_ps(to, values); }
+};
+
+template <>
+struct Numbers<Bf16> {
+  static constexpr int kPerLane = 2;
+
+  static __m512 dot(__m512 sum, __m512i x, __m512i y) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y); }
+  static __m512 load(const Bf16* from) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+  static void store(Bf16* to, __m512 values) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(values));
+  }
+};
+
+// All lanes hold the lane at `from`.
+inline __m512i broadcast_lane(const void* from) {
+  std::int32_t lane;
+  std::memcpy(&lane, from, sizeof lane);
+  return _mm512_set1_epi32(lane);
+}
+
+// e^x to about 2 units in the last place; 0 from -104 down, as float has nothing smaller. NaN stays NaN.
+inline __m512 exponential(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)),
+                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), rest);
+  __m512 sum = _mm512_set1_ps(1.0f / 720);
+  for (const float coefficient : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) {
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(coefficient));
+  }
+  return _mm512_scalef_ps(sum, n);
+}
+
+inline __m512 tangent_hyperbolic(__m512 x) {
+  // 1 - 2 / (e^2x + 1) is exact enough at both ends, where e^2x is 0 or infinite.
+  const __m512 power = exponential(_mm512_add_ps(x, x));
+  const __m512 one = _mm512_set1_ps(1.0f);
+  return _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(power, one)));
+}
+
+}  // namespace stallfree

@@ -1,0 +1,204 @@
+"""The decoder for CPUs: one call into compiled kernels per forward pass, and one for the output layer.
+
+It computes what `TorchDecoder` does, from the same config and weights; sums and the residual stream are float32
+throughout, so in bfloat16 it rounds less often. Called by `runner`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_void_p
+
+import torch
+from torch import Tensor
+
+from stallfree_worker.model.batch_inputs import BatchInputs
+from stallfree_worker.model.cpu import library
+from stallfree_worker.model.cpu.packed import PackedMatrix
+from stallfree_worker.model.families import DecoderConfig
+from stallfree_worker.model.kv_cache import KVCache
+from stallfree_worker.model.rope import RopeConfig, RotaryEmbedding
+from stallfree_worker.model.weights import DecoderWeights, LayerWeights
+
+_BLOCK_SIZES = (16, 32, 64, 128)
+_MOST_HEAD_DIM = 256
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+def reason_against(config: DecoderConfig, *, dtype: torch.dtype, block_size: int) -> str | None:
+    """Why the kernels cannot compute this model here; None where they can."""
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "head_dim": config.head_dim,
+    }
+    uneven = [f"{name} {size}" for name, size in sizes.items() if size % 16]
+    if uneven:
+        return f"{uneven[0]} is no multiple of 16"
+    if config.head_dim > _MOST_HEAD_DIM:
+        return f"head_dim {config.head_dim} is more than {_MOST_HEAD_DIM}"
+    if block_size not in _BLOCK_SIZES:
+        return f"--block-size {block_size} is none of {', '.join(map(str, _BLOCK_SIZES))}"
+    return library.reason_against(dtype)
+
+
+class CpuDecoder:
+    """Holds weights, and no state between steps: what a step leaves behind is in the KV cache, whose blocks have a
+    layout of their own here."""
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights[PackedMatrix], *, block_size: int, num_threads: int
+    ) -> None:
+        self._library = library.load_library()
+        self._weights = weights
+        self._num_threads = num_threads
+        self._hidden_size = config.hidden_size
+        self._num_ids = weights.head.num_outputs
+        ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
+        self._ropes = [RotaryEmbedding(rope, head_dim=config.head_dim, device=self.device) for rope in ropes]
+        for layer in weights.layers:
+            layer.gate_up.interleave_halves()
+        self._layers = _layers(config, weights, ropes)
+        self._struct = _struct(config, weights, self._layers, block_size=block_size)
+        self._cache: KVCache | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
+        """See `Decoder`; the output is float32."""
+        if cache is not self._cache:
+            self._bind(cache)
+        if inputs.fresh_blocks is not None:
+            cache.clear(inputs.fresh_blocks)
+        num_tokens = len(inputs.token_ids)
+        angles = [rope.half_angles(inputs.positions) for rope in self._ropes]
+        slots = inputs.slot_mapping.unbind(0)
+        tables = [
+            library.Tables(
+                seqlens_k=_address(table.seqlens_k),
+                block_tables=_address(table.block_tables),
+                slots=_address(own_slots),
+                max_blocks=table.block_tables.shape[1],
+            )
+            for table, own_slots in zip(inputs.sequences.tables, slots, strict=True)
+        ]
+        pointers = c_void_p * len(angles)
+        batch = library.Batch(
+            token_ids=_address(inputs.token_ids),
+            cu_seqlens_q=_address(inputs.sequences.cu_seqlens_q),
+            tables=(library.Tables * len(tables))(*tables),
+            cosines=pointers(*[_address(cosine) for cosine, _ in angles]),
+            sines=pointers(*[_address(sine) for _, sine in angles]),
+            num_tokens=num_tokens,
+            num_sequences=len(inputs.sequences.query_lengths),
+        )
+        hidden = torch.empty(num_tokens, self._hidden_size)
+        self._library.stallfree_forward(
+            self._struct, batch, _address(hidden), self._scratch_for(num_tokens), self._num_threads
+        )
+        return hidden
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """The logits of some rows, int64 [num_rows], of what `forward` gave: float32 [num_rows, num_ids]."""
+        logits = torch.empty(len(rows), self._num_ids)
+        self._library.stallfree_logits(
+            self._struct,
+            _address(hidden),
+            _address(rows),
+            len(rows),
+            _address(logits),
+            self._scratch_for(len(rows)),
+            self._num_threads,
+        )
+        return logits
+
+    def _bind(self, cache: KVCache) -> None:
+        for index, layer in enumerate(self._layers):
+            keys, values = cache.layer(index)
+            layer.keys, layer.values = _address(keys), _address(values)
+            layer.group = cache.layers.places[index].group
+        self._cache = cache
+
+    def _scratch_for(self, num_tokens: int) -> int:
+        num_bytes = self._library.stallfree_scratch_bytes(self._struct, num_tokens, self._num_threads)
+        if len(self._scratch) < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        return _address(self._scratch)
+
+
+def _layers(
+    config: DecoderConfig, weights: DecoderWeights[PackedMatrix], ropes: list[RopeConfig]
+) -> ctypes.Array[library.Layer]:
+    return (library.Layer * len(config.layers))(
+        *[
+            _layer(own, rope=ropes.index(layer.rope), window=layer.window_tokens)
+            for layer, own in zip(config.layers, weights.layers, strict=True)
+        ]
+    )
+
+
+def _layer(weights: LayerWeights[PackedMatrix], *, rope: int, window: int | None) -> library.Layer:
+    return library.Layer(
+        qkv=_matrix(weights.qkv),
+        output=_matrix(weights.output),
+        gate_up=_matrix(weights.gate_up),
+        down=_matrix(weights.down),
+        input_norm=_address(weights.input_norm),
+        qk_norm=_address(weights.qk_norm),
+        attention_post_norm=_address(weights.attention_post_norm),
+        mlp_norm=_address(weights.mlp_norm),
+        mlp_post_norm=_address(weights.mlp_post_norm),
+        rope=rope,
+        window=window or 0,
+    )
+
+
+def _struct(
+    config: DecoderConfig,
+    weights: DecoderWeights[PackedMatrix],
+    layers: ctypes.Array[library.Layer],
+    *,
+    block_size: int,
+) -> library.DecoderStruct:
+    dtype = weights.embedding.dtype
+    # Gemma was trained with the scale rounded to the dtype of its weights.
+    scale = torch.tensor(1.0 if config.embedding_scale is None else config.embedding_scale, dtype=dtype).item()
+    return library.DecoderStruct(
+        layers=layers,
+        head=_matrix(weights.head),
+        final_norm=_address(weights.final_norm),
+        embedding=_address(weights.embedding),
+        is_bfloat16=dtype == torch.bfloat16,
+        num_layers=len(layers),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        activation=_ACTIVATIONS[config.activation],
+        norm_eps=config.norm_eps,
+        attention_scale=config.attention_scale,
+        attention_softcap=config.attention_softcap or 0.0,
+        logit_softcap=config.logit_softcap or 0.0,
+        embedding_scale=scale,
+    )
+
+
+def _matrix(matrix: PackedMatrix) -> library.Matrix:
+    return library.Matrix(
+        tiles=_address(matrix.tiles),
+        bias=_address(matrix.bias),
+        num_outputs=matrix.num_outputs,
+        num_inputs=matrix.num_inputs,
+    )
+
+
+def _address(tensor: Tensor | None) -> int:
+    """Of its first element: the kernels take contiguous tensors, and null for none."""
+    if tensor is None:
+        return 0
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous")
+    return tensor.data_ptr()

@@ -1,0 +1,116 @@
+"""The compiled kernels, as ctypes sees them. The structures are those of `native/decoder.cpp`, field by field.
+
+Called by `cpu.decoder` alone. A call lets go of the interpreter's lock for as long as it computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from stallfree_worker.model.errors import ModelLoadError
+
+LIBRARY_PATH = Path(__file__).with_name("_kernels.so")
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = (("tiles", c_void_p), ("bias", c_void_p), ("num_outputs", c_int32), ("num_inputs", c_int32))
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        ("qkv", Matrix),
+        ("output", Matrix),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+        ("input_norm", c_void_p),
+        ("qk_norm", c_void_p),
+        ("attention_post_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("mlp_post_norm", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("group", c_int32),
+        ("rope", c_int32),
+        ("window", c_int32),
+        ("padding", c_int32),
+    )
+
+
+class DecoderStruct(ctypes.Structure):
+    _fields_ = (
+        ("layers", POINTER(Layer)),
+        ("head", Matrix),
+        ("final_norm", c_void_p),
+        ("embedding", c_void_p),
+        ("is_bfloat16", c_int32),
+        ("num_layers", c_int32),
+        ("hidden_size", c_int32),
+        ("intermediate_size", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("block_size", c_int32),
+        ("activation", c_int32),
+        ("norm_eps", c_float),
+        ("attention_scale", c_float),
+        ("attention_softcap", c_float),
+        ("logit_softcap", c_float),
+        ("embedding_scale", c_float),
+    )
+
+
+class Tables(ctypes.Structure):
+    _fields_ = (("seqlens_k", c_void_p), ("block_tables", c_void_p), ("slots", c_void_p), ("max_blocks", c_int64))
+
+
+class Batch(ctypes.Structure):
+    _fields_ = (
+        ("token_ids", c_void_p),
+        ("cu_seqlens_q", c_void_p),
+        ("tables", POINTER(Tables)),
+        ("cosines", POINTER(c_void_p)),
+        ("sines", POINTER(c_void_p)),
+        ("num_tokens", c_int32),
+        ("num_sequences", c_int32),
+    )
+
+
+def reason_against(dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot compute in `dtype` here; None where they can."""
+    if not LIBRARY_PATH.exists():
+        return "they were not compiled at install: no C++ compiler was found"
+    if not load_library().stallfree_is_supported(int(dtype == torch.bfloat16)):
+        return f"this CPU lacks the AVX-512 instructions for {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(LIBRARY_PATH))
+    except OSError as error:
+        raise ModelLoadError(
+            f"the compiled kernels cannot be loaded: {error}; install stallfree-worker again"
+        ) from error
+    library.stallfree_is_supported.argtypes = (c_int,)
+    library.stallfree_is_supported.restype = c_int
+    library.stallfree_scratch_bytes.argtypes = (POINTER(DecoderStruct), c_int64, c_int)
+    library.stallfree_scratch_bytes.restype = c_int64
+    library.stallfree_forward.argtypes = (POINTER(DecoderStruct), POINTER(Batch), c_void_p, c_void_p, c_int)
+    library.stallfree_forward.restype = None
+    library.stallfree_logits.argtypes = (
+        POINTER(DecoderStruct),
+        c_void_p,
+        c_void_p,
+        c_int,
+        c_void_p,
+        c_void_p,
+        c_int,
+    )
+    library.stallfree_logits.restype = None
+    return library

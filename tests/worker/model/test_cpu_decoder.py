@@ -1,0 +1,168 @@
+"""The compiled kernels against the plain torch decoder, and what they promise besides."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stallfree_shared.wire import RequestId
+from stallfree_worker.engine.step import BlockTable, Chunk, StepPlan
+from stallfree_worker.model.batch_inputs import make_batch_inputs
+from stallfree_worker.model.cpu.decoder import CpuDecoder
+from stallfree_worker.model.cpu.packed import PackedMatrix
+from stallfree_worker.model.decoder import TorchDecoder
+from stallfree_worker.model.errors import ModelLoadError
+from stallfree_worker.model.kv_cache import KVCache
+from stallfree_worker.model.loader import load_model
+from stallfree_worker.model.runner import ModelRunner
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, build_tiny_model
+from tests.worker.model.conftest import tiny_settings
+from tests.worker.model.engine_driver import GREEDY
+from tests.worker.model.kernels import needs_kernels
+
+pytestmark = needs_kernels
+
+
+@dataclass(slots=True)
+class Texts:
+    """Some texts of random tokens that are computed chunk by chunk, in blocks of their own."""
+
+    runner: ModelRunner
+    seed: int = 3
+    lengths: dict[str, int] = field(default_factory=dict)
+    blocks: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+    def step(self, chunks: dict[str, int]) -> Tensor:
+        """Computes so many more tokens of each text, and gives the logits behind all of them."""
+        cache = self.runner._cache
+        plan = StepPlan(
+            step_id=0,
+            chunks=tuple([self._chunk(name, count, cache) for name, count in chunks.items()]),
+            num_decode_tokens=0,
+            num_prefill_tokens=0,
+        )
+        with torch.inference_mode():
+            inputs = make_batch_inputs(plan, cache, device=torch.device("cpu"))
+            hidden = self.runner._decoder.forward(inputs, cache)
+            return self.runner._decoder.logits(hidden, torch.arange(len(hidden)))
+
+    def _chunk(self, name: str, count: int, cache: KVCache) -> Chunk:
+        start = self.lengths.get(name, 0)
+        self.lengths[name] = start + count
+        if name not in self.blocks:
+            of_text = range(len(self.blocks), cache.num_blocks, 7)  # far apart, and in no handy order
+            groups = len(cache.layers.groups)
+            shuffled = random.Random(self.seed).sample(of_text, len(of_text))
+            self.blocks[name] = tuple([tuple(shuffled[group::groups]) for group in range(groups)])
+        tokens = random.Random(f"{self.seed} {name}").choices(range(VOCAB_SIZE), k=2000)
+        return Chunk(
+            request_id=RequestId(name),
+            token_ids=tuple(tokens[start : start + count]),
+            num_computed_tokens=start,
+            block_tables=tuple([BlockTable(blocks=blocks) for blocks in self.blocks[name]]),
+            sampling=GREEDY,
+            output_index=0,
+        )
+
+
+STEPS: Sequence[dict[str, int]] = (
+    {"a": 5},
+    {"a": 1, "b": 70, "c": 1},
+    {"a": 1, "c": 300, "b": 1, "d": 17},
+    {"a": 1, "b": 1, "c": 1, "d": 1, "e": 130},
+    {"e": 260, "a": 13, "d": 2},
+    {"a": 1, "b": 1, "c": 1, "d": 1, "e": 1, "f": 1, "g": 1},
+)
+
+
+def load(folder: Path, backend: str, **overrides: object) -> ModelRunner:
+    settings = tiny_settings(folder, attention_backend=backend, kv_cache_memory="16MiB", **overrides)
+    runner = load_model(settings).runner
+    assert isinstance(runner, ModelRunner)
+    assert isinstance(runner._decoder, CpuDecoder if backend == "cpu" else TorchDecoder)
+    return runner
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_logits_of_plain_torch(tiny_folder: Callable[[str], Path], family: str) -> None:
+    own, reference = (Texts(load(tiny_folder(family), backend)) for backend in ("cpu", "reference"))
+    for chunks in STEPS:
+        torch.testing.assert_close(own.step(chunks), reference.step(chunks), rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_blocks_of_any_size_and_any_number_of_threads(
+    tiny_folder: Callable[[str], Path], block_size: int, threads: int
+) -> None:
+    folder = tiny_folder("gemma3")
+    own = Texts(load(folder, "cpu", block_size=block_size, threads=threads))
+    reference = Texts(load(folder, "reference", block_size=block_size))
+    for chunks in STEPS:
+        torch.testing.assert_close(own.step(chunks), reference.step(chunks), rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["llama-bias", "qwen3", "gemma3"])
+def test_bfloat16_is_as_close_to_float32_as_plain_torch_is(tiny_folder: Callable[[str], Path], family: str) -> None:
+    exact = Texts(load(tiny_folder(family), "reference"))
+    own, reference = (Texts(load(tiny_folder(family), name, dtype="bfloat16")) for name in ("cpu", "reference"))
+    for chunks in STEPS:
+        truth = exact.step(chunks)
+        error, error_of_torch = (
+            (texts.step(chunks).float() - truth).square().mean().sqrt().item() for texts in (own, reference)
+        )
+        assert 0 < error < 1.1 * error_of_torch
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_row_is_the_same_to_the_bit_in_every_batch(
+    tiny_folder: Callable[[str], Path], family: str, dtype: str
+) -> None:
+    runner = load(tiny_folder(family), "cpu", dtype=dtype, threads=2)
+    alone = {}
+    for name in "abcde":
+        texts = Texts(runner)
+        texts.step({name: 40})
+        alone[name] = texts.step({name: 1})
+    for others in ("b", "bc", "bcde"):
+        texts = Texts(runner)
+        texts.step(dict.fromkeys("a" + others, 40))
+        together = texts.step(dict.fromkeys("a" + others, 1))
+        for row, name in enumerate("a" + others):
+            assert torch.equal(together[row], alone[name][0])
+
+
+def test_a_model_of_odd_sizes_is_left_to_plain_torch(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path / "odd", hidden_size=72, num_attention_heads=4, head_dim=16)
+    runner = load(folder, "reference")
+    with pytest.raises(ModelLoadError, match=r"--attention-backend cpu: .*hidden_size 72 is no multiple of 16"):
+        load(folder, "cpu")
+    left = load_model(tiny_settings(folder, attention_backend="auto")).runner
+    assert isinstance(left, ModelRunner)
+    assert type(left._decoder) is type(runner._decoder)
+
+
+def test_a_block_size_without_whole_tiles_is_refused(tiny_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelLoadError, match="--block-size 24 is none of 16, 32, 64, 128"):
+        load(tiny_folder("llama"), "cpu", block_size=24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_outputs", [16, 48, 50])
+def test_a_packed_matrix_holds_every_weight_once(dtype: torch.dtype, num_outputs: int) -> None:
+    weight = torch.arange(num_outputs * 32).view(num_outputs, 32).to(dtype)
+    packed = PackedMatrix(weight, torch.ones(num_outputs))
+    per_lane = 4 // dtype.itemsize
+    for row, column in ((0, 0), (3, 17), (num_outputs - 1, 31)):
+        found = packed.tiles[row // 16, column // per_lane, row % 16, column % per_lane]
+        assert found == weight[row, column]
+    assert packed.tiles.count_nonzero() == weight.count_nonzero()
+    assert packed.bias is not None
+    assert packed.bias.count_nonzero() == num_outputs
