@@ -122,7 +122,7 @@ def _blocks_of(values: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tenso
     """What `reduce` makes of every block of ids; the last one may be shorter."""
     num_whole = values.shape[-1] // _BLOCK_COLUMNS
     whole, rest = values[:, : num_whole * _BLOCK_COLUMNS], values[:, num_whole * _BLOCK_COLUMNS :]
-    reduced = reduce(whole.unflatten(-1, (num_whole, _BLOCK_COLUMNS)), -1)
+    reduced = reduce(whole.view(len(values), num_whole, _BLOCK_COLUMNS), -1)
     return torch.cat((reduced, reduce(rest[:, None], -1)), dim=-1) if rest.shape[-1] else reduced
 
 
