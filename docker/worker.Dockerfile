@@ -36,6 +36,8 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     /opt/venv/bin/pip install --no-deps --target /opt/stallfree ./shared ./services/worker
 
 FROM python:${PYTHON_VERSION}-slim-bookworm
+# OpenMP for the kernels: torch brings its own, not always under this name.
+RUN apt-get update && apt-get install --yes --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Stallfree worker" \

@@ -1,4 +1,4 @@
-"""The commands that measure batching rules and token budgets against each other: `stalls`, `ablation`, `follow`.
+"""The commands that measure rules, budgets and servers against each other: `stalls`, `ablation`, `follow`, `bench`.
 
 Each starts its own workers on this machine, one after another busy, never two at once. Here are their options, and
 what is written where; what they do stands in modules of their names.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-from stallfree_loadtest import ablation, follow_report, stalls_report
+from stallfree_loadtest import ablation, bench, follow_report, stalls_report
 from stallfree_loadtest.ablation import AblationLoad, AblationRun, run_ablation
 from stallfree_loadtest.cluster import ClusterSettings
 from stallfree_loadtest.fleet import Fleet, NotIdleError, configuration
@@ -19,6 +19,7 @@ from stallfree_loadtest.measures import Targets
 from stallfree_loadtest.options import HelpFormatter, add_prompt_options, count, listed, positive, writable_file
 from stallfree_loadtest.pages import PageError
 from stallfree_loadtest.parts import num_cores
+from stallfree_loadtest.peers import PeerError, peer
 from stallfree_loadtest.prompts import LongTail, Vocabulary
 from stallfree_loadtest.report import seconds_text, write_rows
 from stallfree_loadtest.stalls import StallLoad, StallRun, run_stalls
@@ -44,7 +45,7 @@ async def run_experiment(options: argparse.Namespace, *, say: Say) -> None:
     """
     try:
         await _EXPERIMENTS[options.command](options, say)
-    except (NotIdleError, PageError, RequestFailedError) as error:
+    except (NotIdleError, PageError, PeerError, RequestFailedError) as error:
         raise ExperimentError(str(error)) from error
 
 
@@ -122,10 +123,35 @@ async def _follow(options: argparse.Namespace, say: Say) -> None:
     _write_report(options, follow_report.follow_report(result, load, **settings), say)
 
 
+async def _bench(options: argparse.Namespace, say: Say) -> None:
+    load = bench.BenchLoad(
+        prefill_tokens=options.prefill,
+        decode_streams=options.decode,
+        context_tokens=options.context_tokens,
+        decode_tokens=options.decode_tokens,
+        vocabulary=_vocabulary(options),
+        seed=options.seed,
+    )
+    runs: list[bench.BenchRun] = []
+
+    def on_run(run: bench.BenchRun) -> None:
+        runs.append(run)
+        say(f"round {run.round_number}: {run.contender}: {run.measure}: {run.tokens_per_second:,.0f} tokens a second")
+        _write_rows(options, [bench.run_row(each) for each in runs])
+
+    async with _fleet(options, max_model_len=load.max_model_len, say=say) as fleet:
+        ours = bench.OwnCluster(fleet=fleet, configuration=configuration("sarathi:auto"))
+        await bench.run_bench([ours, *options.peer], load, rounds=options.rounds, on_run=on_run)
+    _write_report(options, bench.bench_report(runs, load), say)
+    title = f"Prefill and decode: {options.model}, {num_cores()} cores"
+    _write_picture(options, bench.bench_picture(runs, load, title=title))
+
+
 _EXPERIMENTS: Mapping[str, Callable[[argparse.Namespace, Say], Awaitable[None]]] = {
     "stalls": _stalls,
     "ablation": _ablation,
     "follow": _follow,
+    "bench": _bench,
 }
 
 
@@ -171,6 +197,7 @@ def add_experiments(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
             "let a long prompt arrive among streams, for one rule and budget after another",
         ),
         ("ablation", _add_ablation_options, "serve the same load with mixed steps, with chunks, and with both"),
+        ("bench", _add_bench_options, "measure prefill and decode speed, beside other servers of the same model"),
         ("follow", _add_follow_options, "change the load and count the steps that the token budget needs to follow"),
     ):
         parser = add_parser(
@@ -255,6 +282,29 @@ def _add_follow_options(parser: argparse.ArgumentParser) -> None:
         "its streams decode")  # fmt: skip
     add("--window-steps", type=count(least=1), default=20, metavar="N", help="steps over which the P99 is taken")
     add("--kv-cache-memory", default="2GiB", metavar="BYTES", help="memory of the worker for keys and values")
+    parser.set_defaults(keep_warm=False)
+
+
+def _add_bench_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--peer", type=peer, action="append", default=[], metavar="NAME=COMMAND", help="another server of the same "
+        "model; {port} in the command is where it must listen, {threads} the number of cores; may be given several "
+        "times")  # fmt: skip
+    add("--rounds", type=count(least=1), default=5, metavar="N", help="times that each contender is measured")
+    add("--prefill", type=listed(count(least=1)), default="512,2048,4096", metavar="N,…", help="tokens in prompts that "
+        "are alone")  # fmt: skip
+    add(
+        "--decode",
+        type=listed(count(least=1)),
+        default="1,8,32",
+        metavar="N,…",
+        help="streams that decode side by side",
+    )
+    add("--context-tokens", type=count(least=1), default=512, metavar="N", help="tokens in each stream's prompt")
+    add("--decode-tokens", type=count(least=1), default=64, metavar="N", help="tokens that each stream gets while it "
+        "is measured")  # fmt: skip
+    add("--kv-cache-memory", default="2GiB", metavar="BYTES", help="memory of our worker for keys and values")
+    add("--picture", type=writable_file, metavar="FILE", help="write an SVG of the result")
     parser.set_defaults(keep_warm=False)
 
 

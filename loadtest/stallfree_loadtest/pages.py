@@ -51,6 +51,15 @@ async def served_model(router_url: str) -> ServedModel:
     return ServedModel(name=str(model["id"]), max_model_len=int(model["max_model_len"]))
 
 
+async def model_name(url: str) -> str:
+    """The first model of any server that speaks OpenAI's API. Raises PageError."""
+    page = await get(f"{url}/v1/models")
+    try:
+        return str(page.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise PageError(f"GET {url}/v1/models: no model in {page.text[:200]!r}") from error
+
+
 async def worker_totals(worker_url: str) -> dict[str, float]:
     """A worker's series by their names without its prefix, summed over labels. Raises PageError."""
     totals: dict[str, float] = {}

@@ -186,7 +186,7 @@ def store_part(log_dir: Path) -> Part:
         memory_only = ["--save", "", "--appendonly", "no", "--dir", str(log_dir)]
         return [str(get_binary_path()), "--bind", "127.0.0.1", "--port", str(port), *memory_only]
 
-    return Part("store", role="store", command=command, port=_free_port(), log_path=log_dir / "store.log")
+    return Part("store", role="store", command=command, port=free_port(), log_path=log_dir / "store.log")
 
 
 def worker_part(settings: ClusterSettings, number: int, log_dir: Path) -> Part:
@@ -225,7 +225,7 @@ def _has_flag(arguments: Sequence[str], flag: str) -> bool:
     return any(argument == flag or argument.startswith(f"{flag}=") for argument in arguments)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

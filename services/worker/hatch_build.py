@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ class KernelsBuildHook(BuildHookInterface[Any]):  # type: ignore[misc]  # the ba
         except (OSError, subprocess.CalledProcessError) as error:
             (root / _OUTPUT).unlink(missing_ok=True)
             reason = getattr(error, "stderr", None) or error
-            if os.environ.get("STALLFREE_REQUIRE_KERNELS"):
+            if os.environ.get("STALLFREE_REQUIRE_KERNELS", "0") != "0":
                 raise RuntimeError(f"the CPU kernels cannot be compiled: {reason}") from error
             sys.stderr.write(f"the CPU kernels are left out, plain torch will compute on CPUs: {reason}\n")
             return
@@ -43,20 +45,17 @@ class KernelsBuildHook(BuildHookInterface[Any]):  # type: ignore[misc]  # the ba
 
 def _compile(sources: Path, output: Path) -> None:
     """Raises OSError where there is no compiler for it, CalledProcessError with its messages where it fails."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "")
+    if not compiler:
         raise OSError("there is no C++ compiler: install g++, or name one in CXX")
-    objects = []
-    for source, flags in (("support.cpp", ()), ("decoder.cpp", (*_AVX512, "-fopenmp"))):
-        objects.append(str(output.with_suffix(f".{source}.o")))
-        command = [compiler, *_COMMON, *flags, "-c", str(sources / source), "-o", objects[-1]]
-        _run(command)
-    partial = output.with_suffix(".partial")
-    command = [compiler, "-shared", "-fopenmp", *objects, "-o", str(partial)]
-    _run(command)
-    for one in objects:
-        Path(one).unlink()
-    partial.replace(output)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix="_kernels-") as folder:
+        objects = []
+        for source, flags in (("support.cpp", ()), ("decoder.cpp", (*_AVX512, "-fopenmp"))):
+            objects.append(str(Path(folder) / f"{source}.o"))
+            _run([*compiler, *_COMMON, *flags, "-c", str(sources / source), "-o", objects[-1]])
+        library = Path(folder) / output.name
+        _run([*compiler, "-shared", "-fopenmp", *objects, "-o", str(library)])
+        library.replace(output)
 
 
 def _run(command: list[str]) -> None:

@@ -3,7 +3,7 @@ steady pace, and tells steps of that pace.
 
 Words of its command line: `breaks-streams` ends every stream after 20 tokens with an error event; `hurries` writes
 thousands of tokens a second; `tells-it-is-idle` has metrics of a worker without requests; `knows-no-steps` answers 404
-for them.
+for them; `port=N` listens there; `ends-at-once` does so.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def _steps() -> str:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
+    if "ends-at-once" in sys.argv:
+        sys.exit("there is no such model")
+    port = next((int(word.removeprefix("port=")) for word in sys.argv if word.startswith("port=")), 0)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), _Handler) as server:
         sys.stdout.write(f"listening http://127.0.0.1:{server.server_port}\n")
         sys.stdout.flush()
         server.serve_forever()

@@ -210,9 +210,8 @@ def load_scripted_model(settings: WorkerSettings) -> LoadedModel:
     max_model_len = settings.max_model_len or _DEFAULT_MAX_MODEL_LEN
     card = scripted_card(model=settings.served_model_name or settings.model, max_model_len=max_model_len)
     num_tokens = int(settings.kv_cache_memory or _DEFAULT_KV_BYTES) // BYTES_PER_TOKEN
-    runner = ScriptedRunner(
-        num_blocks=num_tokens // settings.block_size, block_size=settings.block_size, max_model_len=max_model_len
-    )
+    block_size = settings.block_size or 16
+    runner = ScriptedRunner(num_blocks=num_tokens // block_size, block_size=block_size, max_model_len=max_model_len)
     return LoadedModel(
         runner=runner,
         card=card,

@@ -19,6 +19,7 @@ OTHER_VALUES: dict[str, str] = {
     "served_model_name": "name",
     "max_model_len": "777",
     "dtype": "float32",
+    "quantization": "int8",
     "device": "cpu",
     "attention_backend": "reference",
     "tensor_parallel_size": "1",

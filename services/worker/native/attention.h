@@ -18,12 +18,13 @@ constexpr int kTileRows = 48;    // rows of a task: a row is one query of one he
 constexpr int kSpanKeys = 128;   // keys that are looked at together
 constexpr int kMostHeadDim = 256;
 
-// The KV cache as the attention of one layer sees it. Sizes in bytes; a block is [kv heads][block_size * head_dim].
+// The KV cache as the attention of one layer sees it.
 struct CacheLayer {
   char* keys;
   char* values;
 };
 
+// Sizes in bytes; a block is [kv heads][block_size * head_dim].
 struct CacheShape {
   int block_size;
   int num_kv_heads;
@@ -37,6 +38,7 @@ struct Tables {
   const std::int32_t* seqlens_k;     // [num_sequences]
   const std::int32_t* block_tables;  // [num_sequences, max_blocks]
   const std::int64_t* slots;         // [num_tokens]
+  const std::int32_t* starts;        // [num_sequences]: position of the first token in the table
   std::int64_t max_blocks;
 };
 
@@ -120,8 +122,12 @@ class Attention {
     std::fill_n(own.sums, num_rows * head_dim, 0.0f);
     const int end_key = offset + task.end;
     const int first_key = rule_.window ? std::max(0, offset + task.first - rule_.window + 1) : 0;
-    for (int key = first_key / kSpanKeys * kSpanKeys; key < end_key; key += kSpanKeys) {
-      const int first = std::max(key, first_key / shape_.block_size * shape_.block_size);
+    // Spans begin at multiples of their size in the text, not in the table: a row's result must not depend on how much
+    // of a window's past is forgotten.
+    const int phase = tables_.starts[task.sequence] % kSpanKeys;
+    const int first_block = first_key / shape_.block_size * shape_.block_size;
+    for (int key = (first_key + phase) / kSpanKeys * kSpanKeys - phase; key < end_key; key += kSpanKeys) {
+      const int first = std::max(key, first_block);
       add_span(task, offset, first, std::min(key + kSpanKeys, end_key), num_rows, own);
     }
     for (int row = 0; row < num_rows; ++row) {
@@ -163,7 +169,7 @@ class Attention {
     }
     prefetch(value_blocks, num_blocks, shape_.head_bytes);
     score(key_tiles, num_tiles, num_rows, own);
-    prefetch_next_keys(task, first / kSpanKeys * kSpanKeys + kSpanKeys, offset + task.end);
+    prefetch_next_keys(task, end, offset + task.end);
     const int num_keys = std::min(num_blocks * block_size, kSpanKeys);
     for (int row = 0; row < num_rows; ++row) {
       soften(offset + task.first + row / group_, first, end, num_keys, row, own);

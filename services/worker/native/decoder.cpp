@@ -1,6 +1,6 @@
 // The forward pass of a decoder over one flat hybrid batch, for CPUs with AVX-512 (and its bfloat16 instructions, for
-// weights in that format). Called from Python through the functions at the end; `stallfree_worker.model.native` holds the
-// same structures and owns all memory that is pointed to here.
+// weights in that format). Called from Python through the functions at the end; `stallfree_worker.model.cpu.library` has the
+// same structures, and Python owns all memory that is pointed to here.
 //
 // All threads walk through the pass together: a part of a matrix, a few rows or some tasks each, and a barrier.
 
@@ -20,7 +20,8 @@ extern "C" {
 
 struct StallfreeMatrix {
   const char* tiles;
-  const float* bias;
+  const float* bias;    // or null
+  const float* scales;  // or null: weights are as wide as activations
   std::int32_t num_outputs;
   std::int32_t num_inputs;
 };
@@ -79,7 +80,11 @@ struct StallfreeBatch {
 namespace {
 
 Matrix matrix_of(const StallfreeMatrix& matrix, bool is_bfloat16) {
-  return {matrix.tiles, matrix.bias, matrix.num_outputs, (matrix.num_outputs + kWidth - 1) / kWidth,
+  return {matrix.tiles,
+          matrix.bias,
+          matrix.scales,
+          matrix.num_outputs,
+          (matrix.num_outputs + kWidth - 1) / kWidth,
           matrix.num_inputs / (is_bfloat16 ? 2 : 1)};
 }
 
@@ -151,9 +156,11 @@ class ForwardPass {
 
   void plan_attention() {
     const int most_queries = std::max(1, kTileRows / (decoder_.num_heads / decoder_.num_kv_heads));
-    for (int sequence = batch_.num_sequences - 1; sequence >= 0; --sequence) {  // chunks come last: they take longest
+    // chunks, which come last, and of each its last queries take longest
+    for (int sequence = batch_.num_sequences - 1; sequence >= 0; --sequence) {
       const int num_queries = num_queries_of(sequence);
-      for (int first = 0; first < num_queries; first += most_queries) {
+      const int last = (num_queries - 1) / most_queries * most_queries;
+      for (int first = last; first >= 0; first -= most_queries) {
         for (int head = 0; head < decoder_.num_kv_heads; ++head) {
           tasks_.push_back({sequence, head, first, std::min(num_queries, first + most_queries)});
         }
@@ -397,6 +404,13 @@ void head(const StallfreeDecoder& decoder, const float* hidden, const std::int64
 }  // namespace
 
 extern "C" {
+
+// Of the structures, in the order in which Python names them: it must mean the same.
+int stallfree_struct_bytes(int number) {
+  constexpr int kBytes[] = {sizeof(StallfreeMatrix), sizeof(StallfreeLayer), sizeof(StallfreeDecoder), sizeof(Tables),
+                            sizeof(StallfreeBatch)};
+  return kBytes[number];
+}
 
 std::int64_t stallfree_scratch_bytes(const StallfreeDecoder* decoder, std::int64_t num_tokens, int num_threads) {
   return decoder->is_bfloat16 ? ForwardPass<Bf16>::scratch_bytes(*decoder, num_tokens, num_threads)

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdlib>
+#include <memory>
 
 #include "numbers.h"
 #include "team.h"
@@ -106,14 +108,47 @@ struct Passes {
 // A matrix [16 * num_tiles, lanes] with its first `num_outputs` rows in use.
 struct Matrix {
   const char* tiles;
-  const float* bias;  // or null
+  const float* bias;    // or null
+  const float* scales;  // of each output, where weights are 8-bit integers; or null
   int num_outputs;
   int num_tiles;
   int lanes;
 };
 
+// Integers as bfloat16, which holds all of them exactly: `num_lanes` vectors of 16 lanes.
+inline void widen(const char* from, char* to, std::ptrdiff_t num_lanes) {
+  for (std::ptrdiff_t lane = 0; lane < num_lanes; ++lane) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + lane * 32));
+    _mm_prefetch(from + lane * 32 + kPrefetchLanes * 64, _MM_HINT_T0);
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+    _mm512_storeu_si512(to + lane * 64, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  }
+}
+
+// A thread's own memory, kept from call to call; whole cache lines.
+inline char* own_bytes(std::size_t num_bytes) {
+  thread_local std::unique_ptr<char, decltype(&std::free)> bytes(nullptr, &std::free);
+  thread_local std::size_t size = 0;
+  if (size < num_bytes) {
+    bytes.reset(static_cast<char*>(std::aligned_alloc(64, num_bytes)));
+    size = num_bytes;
+  }
+  return bytes.get();
+}
+
+inline void scale(const float* scales, int rows, int num_tiles, float* sums) {
+  for (int r = 0; r < rows; ++r) {
+    for (int t = 0; t < num_tiles; ++t) {
+      float* at = sums + r * kPassStride + t * kWidth;
+      _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), _mm512_loadu_ps(scales + t * kWidth)));
+    }
+  }
+}
+
 // Multiplies x, `num_rows` rows that lie `x_stride` bytes apart, with this thread's part of a matrix. `take(row, rows,
-// tile, tiles, sums)` is given float sums, [rows][kPassStride], as they come.
+// tile, tiles, sums)` is given float sums, [rows][kPassStride], as they come. Integer weights are widened a pass's tiles at
+// a time, which stay in the cache for all rows.
 template <class T, class Take>
 void multiply(const Member& member, const void* x, std::ptrdiff_t x_stride, int num_rows, const Matrix& matrix,
               int tile_multiple, Take&& take) {
@@ -123,14 +158,22 @@ void multiply(const Member& member, const void* x, std::ptrdiff_t x_stride, int 
   const Passes passes(num_rows);
   const int widest = passes.tiles / tile_multiple * tile_multiple;
   alignas(64) float sums[kMostRows * kPassStride];
+  char* widened = matrix.scales == nullptr ? nullptr : own_bytes(widest * tile_stride);
   for (int tile = units.begin * tile_multiple; tile < end_tile; tile += widest) {
     const int num_tiles = std::min(widest, end_tile - tile);
     const char* base = matrix.tiles + tile * tile_stride;
+    if (matrix.scales != nullptr) {
+      widen(matrix.tiles + tile * tile_stride / 2, widened, std::ptrdiff_t{num_tiles} * matrix.lanes);
+      base = widened;
+    }
     const Tiles tiles{&base, tile_stride, 1, matrix.lanes};
     for (int row = 0, rows = 0; row < num_rows; row += rows) {
       rows = passes.rows(num_rows - row);
       const char* first = static_cast<const char*>(x) + row * x_stride;
       choose_pass<T, false>(rows, num_tiles)(first, x_stride, tiles, sums, kPassStride);
+      if (matrix.scales != nullptr) {
+        scale(matrix.scales + tile * kWidth, rows, num_tiles, sums);
+      }
       take(row, rows, tile, num_tiles, sums);
     }
   }

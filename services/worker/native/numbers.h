@@ -52,9 +52,10 @@ inline __m512i broadcast_lane(const void* from) {
   return _mm512_set1_epi32(lane);
 }
 
-// e^x to about 2 units in the last place; 0 from -104 down, as float has nothing smaller. NaN stays NaN.
+// e^x to about 2 units in the last place; 0 from -104 down and infinite from 89 up, as float has nothing beyond. NaN
+// stays NaN: where one operand is, these instructions give the second.
 inline __m512 exponential(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);
+  x = _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-104.0f), x));
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)),
                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m512 rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);

@@ -11,7 +11,8 @@ from stallfree_shared.settings import DrainSettings, ServerSettings, SettingsGro
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
-AttentionBackend = Literal["auto", "cpu", "reference"]
+AttentionBackend = Literal["auto", "cpu", "flash_attn", "reference"]
+Quantization = Literal["none", "int8"]
 BatchingName = Literal["sarathi", "orca", "vllm", "faster_transformer", "chunked_only"]
 
 
@@ -31,16 +32,25 @@ class ModelSettings(SettingsGroup):
         description="Most tokens of prompt and output together; by default what the model was made for.",
     )
     dtype: Dtype = Field("auto", description="Number format of weights and KV cache; auto takes the model's own.")
+    quantization: Quantization = Field(
+        "none",
+        description="How matrices are kept: none, in --dtype; int8, as 8-bit integers with a scale for each output, "
+        "which takes half the memory and changes the logits a little (CPU kernels only).",
+    )
     device: Device = Field("auto", description="Where to compute; auto takes CUDA where there is a GPU.")
     attention_backend: AttentionBackend = Field(
         "auto",
-        description="How the forward pass is computed: cpu, by compiled kernels for CPUs with AVX-512; reference, in "
-        "plain torch on any device; auto takes cpu where it can.",
+        description="How the forward pass is computed: cpu, by compiled kernels for CPUs with AVX-512; flash_attn, by "
+        "the flash-attn library on CUDA; reference, in plain torch on any device; auto takes the fastest that it can.",
     )
     tensor_parallel_size: int = Field(
         1, ge=1, le=1, description="GPUs that share one model; one is what there is so far."
     )
-    threads: int = Field(0, ge=0, description="CPU threads for the model; 0 takes one per core.")
+    threads: int = Field(
+        0,
+        ge=0,
+        description="CPU threads for the model; 0 takes one per core, or as many as the container's CPU limit allows.",
+    )
     chat_template: Path | None = Field(
         None, description="File with a Jinja chat template, in place of the model's own."
     )
@@ -52,7 +62,13 @@ class ModelSettings(SettingsGroup):
 class CacheSettings(SettingsGroup):
     """How much KV cache there is."""
 
-    block_size: int = Field(16, ge=1, le=256, description="Tokens in one KV block.")
+    block_size: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="Tokens in one KV block; by default 16, or 256 where FlashAttention-2 computes, which takes no "
+        "less.",
+    )
     kv_cache_memory: ByteSize | None = Field(
         None,
         ge=1,

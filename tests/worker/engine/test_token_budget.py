@@ -52,7 +52,7 @@ def test_a_budget_by_target_is_the_most_that_fits(target: float, context: int) -
     budget = TargetTokenBudget(model, LIMITS)
     shape = decodes(8)
     chunk = tokens_left(budget, shape, context=context, slack=target)
-    seconds = target - LIMITS.margin_seconds
+    seconds = target - max(LIMITS.margin_seconds, LIMITS.margin_ratio * target)
     fits = model.predict(shape.with_chunk(chunk, context, is_last=False), quantile=LIMITS.quantile)
     more = chunk + LIMITS.tile_tokens
     too_long = model.predict(shape.with_chunk(more, context, is_last=False), quantile=LIMITS.quantile)

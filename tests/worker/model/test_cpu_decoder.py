@@ -35,6 +35,8 @@ class Texts:
 
     runner: ModelRunner
     seed: int = 3
+    forgets: bool = False
+    """Whether windows give back the blocks behind them."""
     lengths: dict[str, int] = field(default_factory=dict)
     blocks: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
@@ -65,10 +67,15 @@ class Texts:
             request_id=RequestId(name),
             token_ids=tuple(tokens[start : start + count]),
             num_computed_tokens=start,
-            block_tables=tuple([BlockTable(blocks=blocks) for blocks in self.blocks[name]]),
+            block_tables=tuple([self._table(blocks, group, start) for group, blocks in enumerate(self.blocks[name])]),
             sampling=GREEDY,
             output_index=0,
         )
+
+    def _table(self, blocks: tuple[int, ...], group: int, start: int) -> BlockTable:
+        window = self.runner.kv_groups[group].window_tokens
+        first = 0 if window is None or not self.forgets else max(0, start - window + 1) // self.runner.block_size
+        return BlockTable(blocks=blocks[first:], num_forgotten=first)
 
 
 STEPS: Sequence[dict[str, int]] = (
@@ -139,6 +146,21 @@ def test_a_row_is_the_same_to_the_bit_in_every_batch(
             assert torch.equal(together[row], alone[name][0])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_a_row_is_the_same_to_the_bit_however_its_prompt_was_cut(
+    tiny_folder: Callable[[str], Path], family: str, dtype: str
+) -> None:
+    runner = load(tiny_folder(family), "cpu", dtype=dtype, threads=2)
+    last = []
+    for cuts, forgets in (((300,), False), ((300,), True), ((130, 100, 70), True), ((1, 250, 49), True)):
+        texts = Texts(runner, forgets=forgets)
+        for count in cuts:
+            texts.step({"a": count})
+        last.append(torch.cat([texts.step({"a": 1}), texts.step({"a": 1})]))
+    assert all(torch.equal(one, last[0]) for one in last)
+
+
 def test_a_model_of_odd_sizes_is_left_to_plain_torch(tmp_path: Path) -> None:
     folder = build_tiny_model(tmp_path / "odd", hidden_size=72, num_attention_heads=4, head_dim=16)
     runner = load(folder, "reference")
@@ -147,6 +169,21 @@ def test_a_model_of_odd_sizes_is_left_to_plain_torch(tmp_path: Path) -> None:
     left = load_model(tiny_settings(folder, attention_backend="auto")).runner
     assert isinstance(left, ModelRunner)
     assert type(left._decoder) is type(runner._decoder)
+
+
+def test_more_query_heads_on_a_key_than_a_task_holds_are_left_to_plain_torch(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path / "many", num_attention_heads=64, num_key_value_heads=1, head_dim=16)
+    with pytest.raises(ModelLoadError, match="num_attention_heads 64 is more than 48 for each key-value head"):
+        load(folder, "cpu")
+
+
+def test_as_many_as_it_holds_are_computed(tmp_path: Path) -> None:
+    folder = build_tiny_model(
+        tmp_path / "some", hidden_size=96, num_attention_heads=48, num_key_value_heads=1, head_dim=16
+    )
+    own, reference = (Texts(load(folder, backend)) for backend in ("cpu", "reference"))
+    for chunks in STEPS[:3]:
+        torch.testing.assert_close(own.step(chunks), reference.step(chunks), rtol=1e-4, atol=2e-4)
 
 
 def test_a_block_size_without_whole_tiles_is_refused(tiny_folder: Callable[[str], Path]) -> None:
@@ -166,3 +203,61 @@ def test_a_packed_matrix_holds_every_weight_once(dtype: torch.dtype, num_outputs
     assert packed.tiles.count_nonzero() == weight.count_nonzero()
     assert packed.bias is not None
     assert packed.bias.count_nonzero() == num_outputs
+
+
+@pytest.mark.parametrize("num_outputs", [16, 50])
+def test_integer_weights_are_off_by_half_a_step_at_most(num_outputs: int) -> None:
+    torch.manual_seed(4)
+    weight = torch.randn(num_outputs, 32).to(torch.bfloat16)
+    weight[1] = 0
+    packed = PackedMatrix.quantized(weight)
+    restored = _restored(packed)
+    assert packed.scales is not None
+    assert ((restored - weight.float()).abs() <= 0.501 * packed.scales[:num_outputs, None]).all()
+    assert restored[1].count_nonzero() == 0
+
+
+def _restored(packed: PackedMatrix) -> Tensor:
+    """The weights that a packed matrix of integers stands for: float32 [num_outputs, num_inputs]."""
+    assert packed.scales is not None
+    rows = packed.tiles.transpose(1, 2).flatten(2).flatten(0, 1)
+    return (rows.float() * packed.scales[:, None])[: packed.num_outputs]
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 9, 40])
+def test_integer_weights_are_computed_with_as_what_they_stand_for(
+    tiny_folder: Callable[[str], Path], num_rows: int
+) -> None:
+    decoder = load(tiny_folder("llama"), "cpu", dtype="bfloat16", quantization="int8", threads=2)._decoder
+    assert isinstance(decoder, CpuDecoder)
+    torch.manual_seed(num_rows)
+    hidden = torch.randn(num_rows, 64)
+    norm = decoder._weights.final_norm
+    normed = torch.nn.functional.rms_norm(hidden, norm.shape, norm, 1e-6).to(torch.bfloat16).float()
+    expected = normed @ _restored(decoder._weights.head).T
+    torch.testing.assert_close(decoder.logits(hidden, torch.arange(num_rows)), expected, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["llama-bias", "gemma3"])
+def test_a_model_of_integer_weights_is_close_to_the_exact_one(tiny_folder: Callable[[str], Path], family: str) -> None:
+    exact = Texts(load(tiny_folder(family), "reference"))
+    quantized = Texts(load(tiny_folder(family), "cpu", dtype="bfloat16", quantization="int8"))
+    for chunks in STEPS:
+        truth = exact.step(chunks)
+        error = (quantized.step(chunks) - truth).square().mean().sqrt()
+        assert error < 0.1 * truth.square().mean().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ({"dtype": "float32"}, "activations must be bfloat16, and --dtype gives float32"),
+        ({"dtype": "bfloat16", "attention_backend": "reference"}, "--attention-backend reference does not know it"),
+        ({"dtype": "bfloat16", "block_size": 24}, "--block-size 24"),
+    ],
+)
+def test_integer_weights_that_cannot_be_had_are_refused(
+    tiny_folder: Callable[[str], Path], overrides: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=f"--quantization int8: .*{reason}"):
+        load_model(tiny_settings(tiny_folder("llama"), quantization="int8", **overrides))

@@ -39,14 +39,14 @@ class Engine:
         self._settings = settings
         self._runner = runner
         self._clock = clock
-        self._step_time = StepTimeModel()
-        self._last_ended_at: float | None = None
-        """The end of the step before, where it left work behind."""
-        self._budget = budget or make_token_budget(settings, self._step_time)
         rule = RULES[settings.batching]()
         self._layout = _kv_layout(
             runner, largest_chunk_tokens=None if rule.takes_whole_prompts else settings.max_step_tokens
         )
+        self._step_time = StepTimeModel(StepShape(windows=self._layout.window_shares))
+        self._last_ended_at: float | None = None
+        """The end of the step before, where it left work behind."""
+        self._budget = budget or make_token_budget(settings, self._step_time)
         self._max_model_len = self._layout.most_tokens(runner.num_blocks, limit=runner.max_model_len)
         self._scheduler = Scheduler(
             rule=rule,

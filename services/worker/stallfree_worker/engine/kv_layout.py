@@ -17,9 +17,12 @@ class KVLayout:
         self.largest_chunk_tokens = largest_chunk_tokens
         self.num_groups = len(self.groups)
         self.windows = tuple([group.window_tokens for group in groups])
-        counts = Counter(self.windows)
-        self.window_shares = tuple([(window, count / self.num_groups) for window, count in counts.items()])
-        """Every window once, None for none, with the share of the groups, and so of the layers, that have it."""
+        layers_by_window: Counter[int | None] = Counter()
+        for group in groups:
+            layers_by_window[group.window_tokens] += group.num_layers
+        num_layers = layers_by_window.total()
+        self.window_shares = tuple([(window, count / num_layers) for window, count in layers_by_window.items()])
+        """Every window once, None for none, with the share of the layers that have it."""
         self.full_groups = tuple([index for index, window in enumerate(self.windows) if window is None])
         self.window_groups = tuple([index for index, window in enumerate(self.windows) if window is not None])
 

@@ -52,6 +52,7 @@ class KVGroup:
 
     window_tokens: int | None = None
     """A token sees itself and the `window_tokens - 1` before it; None sees all."""
+    num_layers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ _MAX_RATIO = 3.0
 """A step beyond this many times its prediction, or below its part, counts as if it were there."""
 _NUM_RATIOS = 128
 _LEAST_QUANTILE_RATIO = 1.05
-_MANY_RATIOS = 16
+_MANY_RATIOS = 8
 """Enough of one kind of step for quantiles of its own."""
 _ERROR_SMOOTHING = 0.05
 _RIDGE = 1e-9
@@ -113,7 +113,9 @@ _Features = tuple[float, ...]
 class StepTimeModel:
     """See the module. Before the first observation it predicts from a prior, whose level the first step sets."""
 
-    def __init__(self) -> None:
+    def __init__(self, empty_step: StepShape | None = None) -> None:
+        """`empty_step` tells the windows of the model, for the summary."""
+        self._empty_step = empty_step or StepShape()
         self._window: dict[int, deque[tuple[_Features, float]]] = {}
         self._moments = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]  # Σ w x xᵀ
         self._targets = [0.0] * _NUM_FEATURES  # Σ w x y
@@ -132,8 +134,8 @@ class StepTimeModel:
     @property
     def summary(self) -> StepTimeCoefficients:
         """A line through the predictions of one decode and of a prompt of 512 tokens: what routers reckon with."""
-        one = self.predict(StepShape().with_decode(0))
-        many = self.predict(StepShape().with_chunk(_LINE_TOKENS, 0, is_last=True))
+        one = self.predict(self._empty_step.with_decode(0))
+        many = self.predict(self._empty_step.with_chunk(_LINE_TOKENS, 0, is_last=True))
         slope = max((many - one) / (_LINE_TOKENS - 1), 1e-9)
         return StepTimeCoefficients(base_seconds=max(0.0, one - slope), seconds_per_token=slope)
 

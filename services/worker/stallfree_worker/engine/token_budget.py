@@ -133,7 +133,9 @@ class TargetLimits:
     """What memory was sized for."""
     quantile: float = BUDGET_QUANTILE
     margin_seconds: float = 0.002
-    """For what comes after the step: sampling, frames, the way to the client."""
+    margin_ratio: float = 0.04
+    """The larger of the two is left for what comes after the step: frames, the router, the way to the client, all of
+    which may have to wait for a core."""
     tile_tokens: int = 16
     """A step's tokens are a multiple of this where there is a choice: matrix products come in tiles."""
 
@@ -154,7 +156,10 @@ class TargetTokenBudget:
 
     def for_step(self, *, token_deadlines: Sequence[float], now: float) -> StepBudget:
         limits = self._limits
-        seconds = min(token_deadlines) - now - limits.margin_seconds if token_deadlines else limits.max_step_seconds
+        seconds = limits.max_step_seconds
+        if token_deadlines:
+            seconds = min(token_deadlines) - now
+            seconds -= max(limits.margin_seconds, limits.margin_ratio * seconds)
         return _SecondsBudget(self._step_time, limits, seconds)
 
     def note_limited(self, num_tokens: int) -> None:

@@ -101,6 +101,7 @@ class _Group:
             seqlens_k=_to(device, self.kv_lengths.astype(np.int32)),
             block_tables=_to(device, self.tables),
             kv_lengths=tuple(self.kv_lengths.tolist()),
+            starts=_to(device, (self.num_forgotten * self.block_size).astype(np.int32)),
         )
 
 

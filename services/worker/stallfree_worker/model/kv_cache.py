@@ -62,7 +62,8 @@ class KVCacheShape:
 
 
 class KVCache:
-    """Keys and values: [num_blocks + 2, block_size, num_kv_heads, head_dim] each, for every layer of a group.
+    """Keys and values: [num_blocks + 2, block_size, num_kv_heads, head_dim] each, for every layer of a group. Within a
+    block the compiled kernels for CPUs have a layout of their own.
 
     Everything that attention may read is finite, whatever an earlier owner of a block left there: a masked slot still
     enters a product with weight 0, and 0 x NaN is NaN. So a block is cleared when a request begins to fill it, and

@@ -48,9 +48,10 @@ def group_layers(windows: Sequence[int | None]) -> GroupedLayers:
     groups: list[KVGroup] = []
     place_by_layer: dict[int, LayerPlace] = {}
     for window in sorted(layers_by_window, key=lambda window: window or 0):
-        for index, layer in enumerate(layers_by_window[window]):
+        layers = layers_by_window[window]
+        for index, layer in enumerate(layers):
             if index % size == 0:
-                groups.append(KVGroup(window_tokens=window))
+                groups.append(KVGroup(window_tokens=window, num_layers=min(size, len(layers) - index)))
             place_by_layer[layer] = LayerPlace(group=len(groups) - 1, place=index % size)
     places = tuple([place_by_layer[layer] for layer in range(len(windows))])
     return GroupedLayers(groups=tuple(groups), layers_per_group=size, places=places)

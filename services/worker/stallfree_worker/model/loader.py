@@ -3,47 +3,50 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from pathlib import Path
 
 import torch
 
 from stallfree_worker.loaded_model import LoadedModel
-from stallfree_worker.model.attention.reference import ReferenceAttention
+from stallfree_worker.model.backends import Model, choose_backend
 from stallfree_worker.model.card import ModelFolder, make_card
 from stallfree_worker.model.checkpoint import Checkpoint
 from stallfree_worker.model.config_reader import JsonObject
-from stallfree_worker.model.cpu.decoder import CpuDecoder, reason_against
-from stallfree_worker.model.cpu.packed import PackedMatrix
-from stallfree_worker.model.decoder import Decoder, TorchDecoder
+from stallfree_worker.model.decoder import Decoder
 from stallfree_worker.model.demo import DEMO_MODEL, DEMO_NAME
 from stallfree_worker.model.errors import ModelLoadError
 from stallfree_worker.model.families import DecoderConfig, read_decoder_config
 from stallfree_worker.model.grammar_masks import GrammarVocabulary
 from stallfree_worker.model.kv_cache import DEFAULT_CPU_CACHE_BYTES, KVCache, KVCacheShape
-from stallfree_worker.model.linear import Linear
 from stallfree_worker.model.runner import ModelRunner, RunnerLimits
 from stallfree_worker.model.source import model_folder
 from stallfree_worker.model.structured_output import StructuredOutputs
-from stallfree_worker.model.weights import WeightTarget, load_weights
 from stallfree_worker.settings import ModelSettings, WorkerSettings
 
 _logger = logging.getLogger(__name__)
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def load_model(settings: WorkerSettings) -> LoadedModel:
     """Raises `ModelLoadError` for whatever keeps this model from being served with these settings."""
-    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(settings.threads or _usable_cores())
     path = model_folder(settings)
     folder = ModelFolder.read(path)
     config = read_decoder_config(folder.config)
     max_model_len = _max_model_len(config, settings.max_model_len)
     num_tokenizer_ids = folder.num_tokenizer_ids()
     vocab_size = min(num_tokenizer_ids, config.vocab_size)
-    decoder, dtype = _load_decoder(path, folder.config, config, settings, num_head_rows=vocab_size)
+    device = _device(settings)
+    with Checkpoint(path) as checkpoint:
+        dtype = _dtype(settings, folder.config, checkpoint, device)
+        model = Model(config=config, device=device, dtype=dtype, num_head_rows=vocab_size)
+        backend = choose_backend(model, settings)
+        decoder = backend.load_decoder(checkpoint)
     eos_token_ids = folder.eos_token_ids(vocab_size)
     limits = RunnerLimits(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
-    cache_shape = KVCacheShape.of(config, block_size=settings.block_size, dtype=dtype)
+    cache_shape = KVCacheShape.of(config, block_size=backend.block_size, dtype=dtype)
     vocabulary = GrammarVocabulary.load(
         folder.tokenizer_path,
         num_tokenizer_ids=num_tokenizer_ids,
@@ -75,41 +78,22 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
     )
 
 
+def _usable_cores() -> int:
+    """Those that this process may run on, or as many as its container may use the time of."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _CPU_QUOTA.read_text(encoding="ascii").split()
+        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no cgroup of version 2, or no quota ("max")
+        return cores
+
+
 def _default_name(model: str) -> str:
     """A hub id as it is; of a path the last part."""
     if model == DEMO_MODEL:
         return DEMO_NAME
     is_path = model.startswith(("/", ".", "~")) or Path(model).exists()
     return Path(model).expanduser().resolve().name if is_path else model
-
-
-def _load_decoder(
-    path: Path, config_json: JsonObject, config: DecoderConfig, settings: WorkerSettings, *, num_head_rows: int
-) -> tuple[Decoder, torch.dtype]:
-    device = _device(settings)
-    with Checkpoint(path) as checkpoint:
-        dtype = _dtype(settings, config_json, checkpoint, device)
-        if _takes_cpu_kernels(config, settings, device, dtype):
-            packed = load_weights(checkpoint, config, WeightTarget(device, dtype, num_head_rows, PackedMatrix))
-            threads = torch.get_num_threads()
-            return CpuDecoder(config, packed, block_size=settings.block_size, num_threads=threads), dtype
-        weights = load_weights(checkpoint, config, WeightTarget(device, dtype, num_head_rows, Linear))
-        return TorchDecoder(config, weights, ReferenceAttention()), dtype
-
-
-def _takes_cpu_kernels(
-    config: DecoderConfig, settings: WorkerSettings, device: torch.device, dtype: torch.dtype
-) -> bool:
-    if settings.attention_backend == "reference" or (settings.attention_backend == "auto" and device.type != "cpu"):
-        return False
-    reason = "this is no CPU" if device.type != "cpu" else None
-    reason = reason or reason_against(config, dtype=dtype, block_size=settings.block_size)
-    if reason is None:
-        return True
-    if settings.attention_backend == "cpu":
-        raise ModelLoadError(f"--attention-backend cpu: the compiled kernels cannot be used: {reason}")
-    _logger.warning("the compiled kernels cannot be used, plain torch computes instead", extra={"reason": reason})
-    return False
 
 
 def _make_runner(

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the oracle for faster backends, and what runs on a CPU today.
+"""Paged attention in plain torch: the oracle for faster backends, and what runs where none of them can.
 
 Keys and values are gathered by block table into dense tensors. Sequences with one query (decodes) of about the same
 length go through one batched call; each longer chunk through calls of its own, some hundred queries at a time.

@@ -22,6 +22,7 @@ from stallfree_worker.model.weights import DecoderWeights, LayerWeights
 
 _BLOCK_SIZES = (16, 32, 64, 128)
 _MOST_HEAD_DIM = 256
+_MOST_GROUPED_HEADS = 48
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -37,6 +38,8 @@ def reason_against(config: DecoderConfig, *, dtype: torch.dtype, block_size: int
         return f"{uneven[0]} is no multiple of 16"
     if config.head_dim > _MOST_HEAD_DIM:
         return f"head_dim {config.head_dim} is more than {_MOST_HEAD_DIM}"
+    if config.num_heads > _MOST_GROUPED_HEADS * config.num_kv_heads:
+        return f"num_attention_heads {config.num_heads} is more than {_MOST_GROUPED_HEADS} for each key-value head"
     if block_size not in _BLOCK_SIZES:
         return f"--block-size {block_size} is none of {', '.join(map(str, _BLOCK_SIZES))}"
     return library.reason_against(dtype)
@@ -58,7 +61,7 @@ class CpuDecoder:
         self._num_ids = weights.head.num_outputs
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
         self._ropes = [RotaryEmbedding(rope, head_dim=config.head_dim, device=self.device) for rope in ropes]
-        for layer in weights.layers:
+        for layer in weights.layers:  # from here on these weights are this decoder's alone
             layer.gate_up.interleave_halves()
         self._layers = _layers(config, weights, ropes)
         self._struct = _struct(config, weights, self._layers, block_size=block_size)
@@ -79,6 +82,7 @@ class CpuDecoder:
                 seqlens_k=_address(table.seqlens_k),
                 block_tables=_address(table.block_tables),
                 slots=_address(own_slots),
+                starts=_address(table.starts),
                 max_blocks=table.block_tables.shape[1],
             )
             for table, own_slots in zip(inputs.sequences.tables, slots, strict=True)
@@ -190,6 +194,7 @@ def _matrix(matrix: PackedMatrix) -> library.Matrix:
     return library.Matrix(
         tiles=_address(matrix.tiles),
         bias=_address(matrix.bias),
+        scales=_address(matrix.scales),
         num_outputs=matrix.num_outputs,
         num_inputs=matrix.num_inputs,
     )

@@ -18,7 +18,13 @@ LIBRARY_PATH = Path(__file__).with_name("_kernels.so")
 
 
 class Matrix(ctypes.Structure):
-    _fields_ = (("tiles", c_void_p), ("bias", c_void_p), ("num_outputs", c_int32), ("num_inputs", c_int32))
+    _fields_ = (
+        ("tiles", c_void_p),
+        ("bias", c_void_p),
+        ("scales", c_void_p),
+        ("num_outputs", c_int32),
+        ("num_inputs", c_int32),
+    )
 
 
 class Layer(ctypes.Structure):
@@ -65,7 +71,13 @@ class DecoderStruct(ctypes.Structure):
 
 
 class Tables(ctypes.Structure):
-    _fields_ = (("seqlens_k", c_void_p), ("block_tables", c_void_p), ("slots", c_void_p), ("max_blocks", c_int64))
+    _fields_ = (
+        ("seqlens_k", c_void_p),
+        ("block_tables", c_void_p),
+        ("slots", c_void_p),
+        ("starts", c_void_p),
+        ("max_blocks", c_int64),
+    )
 
 
 class Batch(ctypes.Structure):
@@ -83,8 +95,12 @@ class Batch(ctypes.Structure):
 def reason_against(dtype: torch.dtype) -> str | None:
     """Why the kernels cannot compute in `dtype` here; None where they can."""
     if not LIBRARY_PATH.exists():
-        return "they were not compiled at install: no C++ compiler was found"
-    if not load_library().stallfree_is_supported(int(dtype == torch.bfloat16)):
+        return "they were not compiled at install, which takes Linux on x86-64 and a C++ compiler"
+    try:
+        library = load_library()
+    except ModelLoadError as error:
+        return str(error)
+    if not library.stallfree_is_supported(int(dtype == torch.bfloat16)):
         return f"this CPU lacks the AVX-512 instructions for {str(dtype).removeprefix('torch.')}"
     return None
 
@@ -94,9 +110,13 @@ def load_library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(LIBRARY_PATH))
     except OSError as error:
-        raise ModelLoadError(
-            f"the compiled kernels cannot be loaded: {error}; install stallfree-worker again"
-        ) from error
+        raise ModelLoadError(f"they cannot be loaded: {error}; install stallfree-worker again") from error
+    library.stallfree_struct_bytes.argtypes = (c_int,)
+    library.stallfree_struct_bytes.restype = c_int
+    structs = (Matrix, Layer, DecoderStruct, Tables, Batch)
+    sizes = [library.stallfree_struct_bytes(number) for number in range(len(structs))]
+    if sizes != [ctypes.sizeof(struct) for struct in structs]:
+        raise ModelLoadError("they are of another version; install stallfree-worker again")
     library.stallfree_is_supported.argtypes = (c_int,)
     library.stallfree_is_supported.restype = c_int
     library.stallfree_scratch_bytes.argtypes = (POINTER(DecoderStruct), c_int64, c_int)

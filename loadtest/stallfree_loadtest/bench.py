@@ -1,0 +1,220 @@
+"""Prefill and decode speed through whole servers, ours and others that serve the same model, side by side.
+
+Every contender is started, measured and ended once a round, so that whatever else the machine does meets all of them.
+Prefill: tokens of a prompt over the time to its one output token. Decode: tokens of all streams in the time that they
+take once all have begun.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from stallfree_loadtest.client import CompletionRequest, CompletionStream, Server
+from stallfree_loadtest.fleet import Configuration, Fleet
+from stallfree_loadtest.live import LiveRequests
+from stallfree_loadtest.measures import Spread, spread
+from stallfree_loadtest.picture import Mark, Panel, Row, draw
+from stallfree_loadtest.prompts import Vocabulary
+from stallfree_loadtest.report import markdown_table, spread_text
+
+OURS = "stallfree"
+_REPEATED_PREFILLS = 3
+_WARM_UP_TOKENS = (64, 4)
+"""Of a prompt, and of its output."""
+
+
+class Contender(Protocol):
+    """A server that can be started to be measured."""
+
+    @property
+    def name(self) -> str: ...
+
+    def serving(self) -> AbstractAsyncContextManager[Server]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnCluster:
+    """A router and a worker of ours."""
+
+    fleet: Fleet
+    configuration: Configuration
+    name: str = OURS
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Server]:
+        async with self.fleet.serving(self.configuration) as serving:
+            yield serving.server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchLoad:
+    prefill_tokens: tuple[int, ...]
+    decode_streams: tuple[int, ...]
+    context_tokens: int
+    decode_tokens: int
+    """That each stream gets while it is measured."""
+    vocabulary: Vocabulary
+    seed: int
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        prefills = [f"prefill {count:,}" for count in self.prefill_tokens]
+        return (*prefills, *[f"decode x {count}" for count in self.decode_streams])
+
+    @property
+    def max_model_len(self) -> int:
+        return max([*self.prefill_tokens, self.context_tokens]) + self.most_output_tokens
+
+    @property
+    def most_output_tokens(self) -> int:
+        """The first streams go on while the last ones are still prefilled."""
+        return 8 * self.decode_tokens + 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRun:
+    contender: str
+    round_number: int
+    measure: str
+    tokens_per_second: float
+
+
+async def run_bench(
+    contenders: Sequence[Contender],
+    load: BenchLoad,
+    *,
+    rounds: int,
+    on_run: Callable[[BenchRun], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[BenchRun]:
+    """Measures every contender once a round. `on_run` gets each figure as it comes.
+
+    Raises:
+        ClusterError, NotIdleError, PageError, PeerError: a contender could not be started or asked.
+        RequestFailedError: a request failed.
+    """
+    runs: list[BenchRun] = []
+    for round_number in range(1, rounds + 1):
+        for contender in contenders:
+            async with contender.serving() as server:
+                scenario = _Scenario(load, server, seed=f"{load.seed} {round_number}", clock=clock)
+                async for measure, figure in scenario.run():
+                    run = BenchRun(
+                        contender=contender.name, round_number=round_number, measure=measure, tokens_per_second=figure
+                    )
+                    runs.append(run)
+                    on_run(run)
+    return runs
+
+
+class _Scenario:
+    """Owns the requests of one contender's turn."""
+
+    def __init__(self, load: BenchLoad, server: Server, *, seed: str, clock: Callable[[], float]) -> None:
+        self._load = load
+        self._server = server
+        self._clock = clock
+        self._random = random.Random(seed)
+        self._num_requests = 0
+
+    async def run(self) -> AsyncIterator[tuple[str, float]]:
+        """Name and tokens a second of every measure."""
+        load = self._load
+        await self._prefill(*_WARM_UP_TOKENS)
+        figures = [self._prefills(count) for count in load.prefill_tokens]
+        figures += [self._decode(count) for count in load.decode_streams]
+        for measure, figure in zip(load.measures, figures, strict=True):
+            yield measure, await figure
+
+    async def _prefills(self, num_tokens: int) -> float:
+        seconds = [await self._prefill(num_tokens, 1) for _ in range(_REPEATED_PREFILLS)]
+        return num_tokens / statistics.median(seconds)
+
+    async def _prefill(self, num_tokens: int, max_tokens: int) -> float:
+        """Seconds to the first token of a prompt that is alone."""
+        async with LiveRequests(self._server, clock=self._clock) as live:
+            sent_at = self._clock()
+            stream = live.start(self._request(num_tokens, max_tokens))
+            await live.until(lambda: live.has_ended(stream))
+            return (stream.first_token_at or self._clock()) - sent_at
+
+    async def _decode(self, num_streams: int) -> float:
+        """Tokens a second of streams that run side by side."""
+        load = self._load
+        async with LiveRequests(self._server, clock=self._clock) as live:
+            streams = [
+                live.start(self._request(load.context_tokens, load.most_output_tokens), must_last=True)
+                for _ in range(num_streams)
+            ]
+            await live.until(lambda: all(stream.num_tokens > 0 for stream in streams))
+            began_at, num_before = self._clock(), _num_tokens(streams)
+            wanted = num_before + load.decode_tokens * num_streams
+            await live.until(lambda: _num_tokens(streams) >= wanted)
+            return (_num_tokens(streams) - num_before) / (self._clock() - began_at)
+
+    def _request(self, num_prompt_tokens: int, max_tokens: int) -> CompletionRequest:
+        self._num_requests += 1
+        return CompletionRequest(
+            request_id=f"request-{self._num_requests}",
+            prompt=self._load.vocabulary.draw(self._random, num_prompt_tokens),
+            max_tokens=max_tokens,
+        )
+
+
+def _num_tokens(streams: Sequence[CompletionStream]) -> int:
+    return sum(stream.num_tokens for stream in streams)
+
+
+def bench_report(runs: Sequence[BenchRun], load: BenchLoad) -> str:
+    """What was measured: a column for each contender, and what ours is to the best of the others."""
+    names = list(dict.fromkeys(run.contender for run in runs))
+    peers = [name for name in names if name != OURS]
+    headers = ["tokens a second", *names, *([f"{OURS} to the best other"] if peers else [])]
+    rows = []
+    for measure in load.measures:
+        figures = {name: _figure(runs, name, measure) for name in names}
+        row = [measure, *[spread_text(figures[name], digits=0) for name in names]]
+        if peers:
+            best = max(peers, key=lambda name: figures[name].median)
+            row.append(f"{figures[OURS].median / figures[best].median:.2f} x {best}")
+        rows.append(row)
+    told = (
+        f"Prefill: a prompt alone. Decode: streams with a context of {load.context_tokens:,} tokens, "
+        f"{load.decode_tokens} tokens each. Medians [least..most] of {max(run.round_number for run in runs)} rounds."
+    )
+    return f"{told}\n\n{markdown_table(headers, rows)}"
+
+
+def bench_picture(runs: Sequence[BenchRun], load: BenchLoad, *, title: str) -> str:
+    """An SVG: a row for each measure, a dot for each contender."""
+    names = list(dict.fromkeys(run.contender for run in runs))
+    rows = []
+    for measure in load.measures:
+        figures = [_figure(runs, name, measure) for name in names]
+        marks = [Mark(median=each.median, low=each.low, high=each.high) for each in figures]
+        rows.append(Row(label=measure, marks=tuple(marks)))
+    panel = Panel(
+        title="more is better", unit="tokens a second", series=tuple(names), rows=tuple(rows), is_logarithmic=True
+    )
+    return draw(title, (panel,), note=f"Through whole servers; {max(run.round_number for run in runs)} rounds.")
+
+
+def run_row(run: BenchRun) -> dict[str, object]:
+    """One figure for JSON."""
+    return {
+        "kind": "figure",
+        "contender": run.contender,
+        "round": run.round_number,
+        "measure": run.measure,
+        "tokens_per_second": run.tokens_per_second,
+    }
+
+
+def _figure(runs: Sequence[BenchRun], contender: str, measure: str) -> Spread:
+    return spread(run.tokens_per_second for run in runs if (run.contender, run.measure) == (contender, measure))

@@ -1,0 +1,117 @@
+"""The speed experiment with stand-ins for all servers, and its report from made-up figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from stallfree_loadtest.bench import BenchLoad, BenchRun, OwnCluster, bench_picture, bench_report, run_bench, run_row
+from stallfree_loadtest.fleet import configuration
+from stallfree_loadtest.live import RequestFailedError
+from stallfree_loadtest.peers import Peer, PeerError, peer
+from stallfree_loadtest.prompts import Vocabulary
+from tests.loadtest.test_fleet import fleet
+from tests.loadtest.test_picture import texts_of
+
+LOAD = BenchLoad(
+    prefill_tokens=(300, 3000),
+    decode_streams=(1, 4),
+    context_tokens=20,
+    decode_tokens=20,
+    vocabulary=Vocabulary(),
+    seed=0,
+)
+DOUBLE = shlex.join([sys.executable, str(Path(__file__).with_name("service_double.py"))])
+
+
+def double(*words: str) -> Peer:
+    return Peer(name="other", command=f"{DOUBLE} port={{port}} {' '.join(words)}", start_timeout_seconds=20)
+
+
+async def test_every_round_measures_each_contender_once() -> None:
+    told: list[BenchRun] = []
+    async with fleet() as made:
+        ours = OwnCluster(fleet=made, configuration=configuration("sarathi:auto"))
+        runs = await run_bench([ours, double()], LOAD, rounds=2, on_run=told.append)
+    assert runs == told
+    assert [(run.round_number, run.contender, run.measure) for run in runs] == [
+        (number, name, measure)
+        for number in (1, 2)
+        for name in ("stallfree", "other")
+        for measure in ("prefill 300", "prefill 3,000", "decode x 1", "decode x 4")
+    ]
+    for run in runs:
+        match run.measure:
+            case "prefill 3,000":
+                assert 3000 < run.tokens_per_second < 3000 / 0.3  # the stand-in takes 0.3 s for a long prompt
+            case "decode x 1":
+                assert 30 < run.tokens_per_second < 101  # one step every 10 ms
+            case "decode x 4":
+                assert 120 < run.tokens_per_second < 404
+
+
+async def test_a_request_that_fails_ends_the_experiment_with_its_reason() -> None:
+    with pytest.raises(RequestFailedError, match="the worker is gone"):
+        await run_bench([double("breaks-streams")], LOAD, rounds=1, on_run=lambda _: None)
+
+
+async def test_a_peer_that_ends_is_told_with_its_last_words() -> None:
+    with pytest.raises(PeerError, match=r"other exited with status 1:\n.*there is no such model"):
+        await run_bench([double("ends-at-once")], LOAD, rounds=1, on_run=lambda _: None)
+
+
+def test_a_peer_is_a_name_and_a_command_with_a_port() -> None:
+    assert peer("vllm=serve m --port {port}") == Peer(name="vllm", command="serve m --port {port}")
+    for text in ("vllm", "=serve {port}", "vllm=serve m"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not NAME=COMMAND"):
+            peer(text)
+
+
+def runs_of(contender: str, *figures: float) -> list[BenchRun]:
+    return [
+        BenchRun(contender=contender, round_number=number, measure=measure, tokens_per_second=figure + number)
+        for number in (1, 2, 3)
+        for measure, figure in zip(LOAD.measures, figures, strict=True)
+    ]
+
+
+RUNS = [
+    *runs_of("stallfree", 998, 898, 58, 198),
+    *runs_of("slow", 498, 398, 18, 98),
+    *runs_of("quick", 698, 298, 28, 398),
+]
+
+
+def test_the_report_holds_ours_against_the_best_other_of_each_row() -> None:
+    report = bench_report(RUNS, LOAD)
+    rows = {
+        cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
+        for line in report.splitlines()
+        if (cells := line.split("|"))[1:]
+    }
+    assert rows["prefill 300"] == ["1,000 [999..1,001]", "500 [499..501]", "700 [699..701]", "1.43 x quick"]
+    assert rows["prefill 3,000"][-1] == "2.25 x slow"
+    assert rows["decode x 4"][-1] == "0.50 x quick"
+
+
+def test_without_peers_there_is_nothing_to_hold_against() -> None:
+    report = bench_report(runs_of("stallfree", 998, 898, 58, 198), LOAD)
+    assert "best other" not in report
+    assert "1,000 [999..1,001]" in report
+
+
+def test_the_picture_has_every_measure_and_contender() -> None:
+    texts = set(texts_of(bench_picture(RUNS, LOAD, title="Speed & peers")))
+    assert {"Speed & peers", *LOAD.measures, "stallfree", "slow", "quick"} <= texts
+
+
+def test_a_figure_is_written_as_json() -> None:
+    row = json.loads(json.dumps(run_row(RUNS[0])))
+    assert row == {
+        "kind": "figure", "contender": "stallfree", "round": 1, "measure": "prefill 300", "tokens_per_second": 999,
+    }  # fmt: skip
