@@ -24,10 +24,7 @@ KERNELS := $(wildcard services/worker/native/*) services/worker/hatch_build.py
 
 .PHONY: setup demo bench up test test-all check format clean
 
-setbench: $(SETUP)
-	$(BIN)/stallfree-loadtest bench --model '$(MODEL)' $(PEERS)
-
-up: $(SETUP)
+setup: $(SETUP)
 
 $(SETUP): $(MANIFESTS) $(KERNELS)
 	@start=$$(date +%s); \

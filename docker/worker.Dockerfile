@@ -12,11 +12,13 @@ FROM python:${PYTHON_VERSION}-slim-bookworm AS dependencies
 ARG TORCH_INDEX_URL
 ARG TORCH_FIND_LINKS
 ARG TORCH_VERSION
+# `gguf,gpu` brings flash-attn along, where the index has wheels of it: its source needs CUDA's compiler.
+ARG EXTRAS=gguf
 WORKDIR /build
 COPY docker/requirements.py ./
 COPY shared/pyproject.toml shared/
 COPY services/worker/pyproject.toml services/worker/
-RUN python requirements.py shared "services/worker[gguf]" > requirements.txt \
+RUN python requirements.py shared "services/worker[${EXTRAS}]" > requirements.txt \
     && grep '^torch' requirements.txt > torch.txt \
     && python -m venv /opt/venv
 # torch first and alone: only it comes from another place in the CPU variant.
@@ -25,19 +27,16 @@ RUN --mount=type=cache,target=/root/.cache/pip \
       ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} ${TORCH_FIND_LINKS:+--find-links "${TORCH_FIND_LINKS}"} \
     && /opt/venv/bin/pip install -r requirements.txt
 
-# Our own code: a layer of a few hundred kilobytes.
-FROM dependencies AS code
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+# Our own code, a layer of half a megabyte: this base has the compiler for the CPU kernels.
+FROM python:${PYTHON_VERSION}-bookworm AS code
+WORKDIR /build
 COPY shared shared
 COPY services/worker services/worker
-# The kernels for CPUs are compiled here; the GPU image has them too, a megabyte.
 ENV STALLFREE_REQUIRE_KERNELS=1
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /opt/venv/bin/pip install --no-deps --target /opt/stallfree ./shared ./services/worker
+    pip install --no-deps --target /opt/stallfree ./shared ./services/worker
 
 FROM python:${PYTHON_VERSION}-slim-bookworm
-# OpenMP for the kernels: torch brings its own, not always under this name.
-RUN apt-get update && apt-get install --yes --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Stallfree worker" \
@@ -47,8 +46,10 @@ LABEL org.opencontainers.image.title="Stallfree worker" \
       org.opencontainers.image.revision="${REVISION}"
 COPY --from=dependencies /opt/venv /opt/venv
 COPY --from=code /opt/stallfree /opt/stallfree
-# A folder for models that any user id may write, for those who run the image without a volume there.
-RUN install --directory --mode=1777 /cache
+# OpenMP for the kernels: torch brings its own, not always under this name.
+COPY --from=code /usr/lib/*-linux-gnu/libgomp.so.1 /usr/local/lib/
+# And a folder for models that any user id may write, for those who run the image without a volume there.
+RUN ldconfig && install --directory --mode=1777 /cache
 # Nothing is written outside /tmp and /cache, so the root may be read-only, and any user id will do. LOGNAME names a
 # user to libraries that ask for one that is not in /etc/passwd. The last two are for NVIDIA's container runtime.
 ENV PATH=/opt/stallfree/bin:/opt/venv/bin:$PATH \

@@ -1,32 +1,36 @@
 """Prefill and decode speed through whole servers, ours and others that serve the same model, side by side.
 
-Every contender is started, measured and ended once a round, so that whatever else the machine does meets all of them.
-Prefill: tokens of a prompt over the time to its one output token. Decode: tokens of all streams in the time that they
-take once all have begun.
+Every contender is started, measured and ended once a round, each round beginning with another, so that whatever else
+the machine does meets all of them. Prefill: tokens of a prompt over the time to its one output token. Decode: tokens of
+all streams in the time that they take once all have begun.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from stallfree_loadtest.client import CompletionRequest, CompletionStream, Server
 from stallfree_loadtest.fleet import Configuration, Fleet
-from stallfree_loadtest.live import LiveRequests
+from stallfree_loadtest.live import LiveRequests, RequestFailedError
 from stallfree_loadtest.measures import Spread, spread
+from stallfree_loadtest.peers import OURS
 from stallfree_loadtest.picture import Mark, Panel, Row, draw
 from stallfree_loadtest.prompts import Vocabulary
 from stallfree_loadtest.report import markdown_table, spread_text
 
-OURS = "stallfree"
 _REPEATED_PREFILLS = 3
-_WARM_UP_TOKENS = (64, 4)
-"""Of a prompt, and of its output."""
+_WARM_UP_PROMPT_TOKENS, _WARM_UP_OUTPUT_TOKENS = 64, 4
+_LEAST_PREFILL_TOKENS_A_SECOND = 50
+_MOST_DECODE_TOKENS_A_SECOND = 200
+"""Of one stream. A machine outside these two needs more output tokens than are asked for."""
 
 
 class Contender(Protocol):
@@ -58,7 +62,7 @@ class BenchLoad:
     decode_streams: tuple[int, ...]
     context_tokens: int
     decode_tokens: int
-    """That each stream gets while it is measured."""
+    """That a stream gets while it is measured, in the mean over all."""
     vocabulary: Vocabulary
     seed: int
 
@@ -69,12 +73,14 @@ class BenchLoad:
 
     @property
     def max_model_len(self) -> int:
-        return max([*self.prefill_tokens, self.context_tokens]) + self.most_output_tokens
+        outputs = [self.most_output_tokens(count) for count in self.decode_streams]
+        return max([*self.prefill_tokens, *[self.context_tokens + count for count in outputs]]) + 1
 
-    @property
-    def most_output_tokens(self) -> int:
+    def most_output_tokens(self, num_streams: int) -> int:
         """The first streams go on while the last ones are still prefilled."""
-        return 8 * self.decode_tokens + 256
+        prefill_seconds = num_streams * self.context_tokens / _LEAST_PREFILL_TOKENS_A_SECOND
+        tokens_meanwhile = math.ceil(prefill_seconds * _MOST_DECODE_TOKENS_A_SECOND / num_streams)
+        return tokens_meanwhile + 4 * self.decode_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +107,17 @@ async def run_bench(
     """
     runs: list[BenchRun] = []
     for round_number in range(1, rounds + 1):
-        for contender in contenders:
+        first = (round_number - 1) % len(contenders)
+        for contender in (*contenders[first:], *contenders[:first]):
             async with contender.serving() as server:
                 scenario = _Scenario(load, server, seed=f"{load.seed} {round_number}", clock=clock)
-                async for measure, figure in scenario.run():
+                await scenario.warm_up()
+                for measure, figure in scenario.figures():
                     run = BenchRun(
-                        contender=contender.name, round_number=round_number, measure=measure, tokens_per_second=figure
+                        contender=contender.name,
+                        round_number=round_number,
+                        measure=measure,
+                        tokens_per_second=await figure(),
                     )
                     runs.append(run)
                     on_run(run)
@@ -123,14 +134,15 @@ class _Scenario:
         self._random = random.Random(seed)
         self._num_requests = 0
 
-    async def run(self) -> AsyncIterator[tuple[str, float]]:
-        """Name and tokens a second of every measure."""
+    async def warm_up(self) -> None:
+        await self._prefill(_WARM_UP_PROMPT_TOKENS, _WARM_UP_OUTPUT_TOKENS)
+
+    def figures(self) -> Iterator[tuple[str, Callable[[], Awaitable[float]]]]:
+        """Every measure's name, and what measures its tokens a second."""
         load = self._load
-        await self._prefill(*_WARM_UP_TOKENS)
-        figures = [self._prefills(count) for count in load.prefill_tokens]
-        figures += [self._decode(count) for count in load.decode_streams]
-        for measure, figure in zip(load.measures, figures, strict=True):
-            yield measure, await figure
+        figures = [partial(self._prefills, count) for count in load.prefill_tokens]
+        figures += [partial(self._decode, count) for count in load.decode_streams]
+        return zip(load.measures, figures, strict=True)
 
     async def _prefills(self, num_tokens: int) -> float:
         seconds = [await self._prefill(num_tokens, 1) for _ in range(_REPEATED_PREFILLS)]
@@ -142,14 +154,17 @@ class _Scenario:
             sent_at = self._clock()
             stream = live.start(self._request(num_tokens, max_tokens))
             await live.until(lambda: live.has_ended(stream))
-            return (stream.first_token_at or self._clock()) - sent_at
+            live.check()
+            if stream.first_token_at is None:
+                raise RequestFailedError(f"{stream.request.request_id} ended without a token")
+            return stream.first_token_at - sent_at
 
     async def _decode(self, num_streams: int) -> float:
         """Tokens a second of streams that run side by side."""
         load = self._load
         async with LiveRequests(self._server, clock=self._clock) as live:
             streams = [
-                live.start(self._request(load.context_tokens, load.most_output_tokens), must_last=True)
+                live.start(self._request(load.context_tokens, load.most_output_tokens(num_streams)), must_last=True)
                 for _ in range(num_streams)
             ]
             await live.until(lambda: all(stream.num_tokens > 0 for stream in streams))

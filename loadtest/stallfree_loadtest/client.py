@@ -78,6 +78,7 @@ class _Answer:
     """What the events have told so far."""
 
     stamps: list[TokenStamp] = field(default_factory=list)
+    num_tokens: int = 0
     texts: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_tokens: int | None = None
@@ -108,6 +109,7 @@ class _Answer:
         num_tokens = len(token_ids) if isinstance(token_ids, list) else int(bool(text))
         if num_tokens:
             self.stamps.append(TokenStamp(at=at, num_tokens=num_tokens))
+            self.num_tokens += num_tokens
         if text:
             self.texts.append(text)
         if isinstance(reason := choice.get("finish_reason"), str):
@@ -148,7 +150,7 @@ class CompletionStream(asyncio.Protocol):
     @property
     def num_tokens(self) -> int:
         """Output tokens so far."""
-        return sum(stamp.num_tokens for stamp in self._answer.stamps)
+        return self._answer.num_tokens
 
     @property
     def first_token_at(self) -> float | None:

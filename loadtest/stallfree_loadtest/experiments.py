@@ -124,6 +124,9 @@ async def _follow(options: argparse.Namespace, say: Say) -> None:
 
 
 async def _bench(options: argparse.Namespace, say: Say) -> None:
+    names = [each.name for each in options.peer]
+    if len(set(names)) < len(names):
+        raise ExperimentError(f"--peer: two of {', '.join(names)} have the same name")
     load = bench.BenchLoad(
         prefill_tokens=options.prefill,
         decode_streams=options.decode,

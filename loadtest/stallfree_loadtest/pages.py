@@ -3,13 +3,16 @@ the experiments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from stallfree_shared.metrics import WORKER_PREFIX
 
+T = TypeVar("T")
 _TIMEOUT_SECONDS = 30.0
 STEPS_PATH = "/debug/steps?limit=256"
 
@@ -47,15 +50,20 @@ async def get(url: str) -> httpx.Response:
 
 async def served_model(router_url: str) -> ServedModel:
     """The first model that a router serves. Raises PageError."""
-    model = (await get(f"{router_url}/v1/models")).json()["data"][0]
-    return ServedModel(name=str(model["id"]), max_model_len=int(model["max_model_len"]))
+    return await _first_model(
+        router_url, lambda model: ServedModel(name=str(model["id"]), max_model_len=int(model["max_model_len"]))
+    )
 
 
 async def model_name(url: str) -> str:
     """The first model of any server that speaks OpenAI's API. Raises PageError."""
+    return await _first_model(url, lambda model: str(model["id"]))
+
+
+async def _first_model(url: str, read: Callable[[dict[str, Any]], T]) -> T:
     page = await get(f"{url}/v1/models")
     try:
-        return str(page.json()["data"][0]["id"])
+        return read(page.json()["data"][0])
     except (ValueError, LookupError, TypeError) as error:
         raise PageError(f"GET {url}/v1/models: no model in {page.text[:200]!r}") from error
 

@@ -1,25 +1,28 @@
 """Other servers of the same model, to be measured beside ours: one command each.
 
 A peer is written `NAME=COMMAND`, where `{port}` in the command is the port that it must listen on (127.0.0.1) and
-`{threads}` the number of cores. It must speak OpenAI's completions with token ids for prompts. Used by `bench`.
+`{threads}` the number of cores. It must speak OpenAI's completions, streamed, with token ids for prompts and with
+`ignore_eos`; and it must run in the process that the command starts, or in children of it. Used by `bench`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import shlex
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from stallfree_loadtest.client import Server
+from stallfree_loadtest.client import CompletionRequest, CompletionStream, Server
 from stallfree_loadtest.pages import PageError, model_name
 from stallfree_loadtest.parts import free_port, num_cores
 from stallfree_loadtest.process import ChildProcess, describe_exit
 
+OURS = "stallfree"
 _POLL_SECONDS = 0.25
 
 
@@ -41,7 +44,8 @@ class Peer:
             PeerError: it ended, or did not tell its model in time.
         """
         port = free_port()
-        words = [word.format(port=port, threads=num_cores()) for word in shlex.split(self.command)]
+        values = {"{port}": str(port), "{threads}": str(num_cores())}
+        words = [_filled(word, values) for word in shlex.split(self.command)]
         with tempfile.TemporaryDirectory(prefix="stallfree-peer-") as folder:
             process = ChildProcess(words, log_path=Path(folder) / "log")
             try:
@@ -57,14 +61,28 @@ class Peer:
                     status = process.exit_status()
                     if status is not None:
                         raise PeerError(f"{self.name} {describe_exit(status)}:\n{process.log_tail()}")
-                    try:
-                        return await model_name(url)
-                    except PageError:
-                        await asyncio.sleep(_POLL_SECONDS)
+                    with contextlib.suppress(PageError):
+                        model = await model_name(url)
+                        if await _completes(Server(url=url, model=model)):
+                            return model
+                    await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
             raise PeerError(
-                f"{self.name} tells no model within {self.start_timeout_seconds:g} s:\n{process.log_tail()}"
+                f"{self.name} completes nothing within {self.start_timeout_seconds:g} s:\n{process.log_tail()}"
             ) from None
+
+
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    """Other braces stay: they may be JSON."""
+    for name, value in values.items():
+        word = word.replace(name, value)
+    return word
+
+
+async def _completes(server: Server) -> bool:
+    """Some servers tell their model before they have loaded it."""
+    request = CompletionRequest(request_id="ready", prompt=(1000, 1001), max_tokens=1)
+    return (await CompletionStream(server, request).run()).outcome == "finished"
 
 
 def peer(text: str) -> Peer:
@@ -72,4 +90,6 @@ def peer(text: str) -> Peer:
     name, _, command = text.partition("=")
     if not name or "{port}" not in command:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=COMMAND with {{port}} in it")
+    if name == OURS:
+        raise argparse.ArgumentTypeError(f"{text!r}: {OURS} is the name of ours")
     return Peer(name=name, command=command)

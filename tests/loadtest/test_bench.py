@@ -41,8 +41,8 @@ async def test_every_round_measures_each_contender_once() -> None:
     assert runs == told
     assert [(run.round_number, run.contender, run.measure) for run in runs] == [
         (number, name, measure)
-        for number in (1, 2)
-        for name in ("stallfree", "other")
+        for number, names in ((1, ("stallfree", "other")), (2, ("other", "stallfree")))
+        for name in names
         for measure in ("prefill 300", "prefill 3,000", "decode x 1", "decode x 4")
     ]
     for run in runs:
@@ -70,6 +70,19 @@ def test_a_peer_is_a_name_and_a_command_with_a_port() -> None:
     for text in ("vllm", "=serve {port}", "vllm=serve m"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not NAME=COMMAND"):
             peer(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="stallfree is the name of ours"):
+        peer("stallfree=serve {port}")
+
+
+async def test_other_braces_in_a_command_stay(tmp_path: Path) -> None:
+    told = tmp_path / "arguments"
+    script = shlex.quote(f"import pathlib, sys; pathlib.Path({str(told)!r}).write_text(sys.argv[1])")
+    words = shlex.quote('{"a": {"port": {port}}}')
+    one = Peer(name="other", command=f"{sys.executable} -c {script} {words}", start_timeout_seconds=20)
+    with pytest.raises(PeerError, match="exited with status 0"):
+        async with one.serving():
+            pass
+    assert json.loads(told.read_text())["a"]["port"] > 0
 
 
 def runs_of(contender: str, *figures: float) -> list[BenchRun]:

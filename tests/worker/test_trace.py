@@ -130,6 +130,8 @@ def test_slow_disk_costs_steps_of_the_trace_and_no_time(tmp_path: Path, caplog: 
     for number in range(3000):
         writer.add(step_record(step_id=number))
     assert dropped.acquire(blocking=False)
+    # again where the thread got on for a moment, but not for every step
     assert {record.message for record in caplog.records} == {"trace is behind: steps are dropped"}
+    assert len(caplog.records) < 100
     os.close(reader)  # writing fails from now on: the thread comes free
     writer.close()

@@ -35,7 +35,7 @@ class ModelSettings(SettingsGroup):
     quantization: Quantization = Field(
         "none",
         description="How matrices are kept: none, in --dtype; int8, as 8-bit integers with a scale for each output, "
-        "which takes half the memory and changes the logits a little (CPU kernels only).",
+        "in half the memory, which changes the logits a little; embeddings stay as they are (CPU kernels only).",
     )
     device: Device = Field("auto", description="Where to compute; auto takes CUDA where there is a GPU.")
     attention_backend: AttentionBackend = Field(

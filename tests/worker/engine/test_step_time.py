@@ -149,6 +149,19 @@ def test_routers_get_a_line_that_is_right_at_both_ends() -> None:
         assert seconds == pytest.approx(model.predict(shape), rel=0.05)
 
 
+def test_how_far_off_steps_are_is_learned_for_prefills_and_decodes_apart() -> None:
+    rng = random.Random(5)
+    model = StepTimeModel()
+    mixed = decodes(8).with_chunk(250, 1000, is_last=False)
+    for _ in range(100):
+        model.observe(decodes(8), small_machine(decodes(8)) * rng.choice([0.9, 1.0, 1.5]))
+        model.observe(mixed, small_machine(mixed) * rng.uniform(0.99, 1.01))
+    ratio_of_decodes = model.predict(decodes(8), quantile=0.95) / model.predict(decodes(8))
+    ratio_of_prefills = model.predict(mixed, quantile=0.95) / model.predict(mixed)
+    assert ratio_of_decodes > 1.25
+    assert ratio_of_prefills < 1.2
+
+
 @pytest.mark.parametrize(("context", "chunk"), [(0, 100), (0, 1500), (300, 200), (400, 500), (5000, 64), (511, 2)])
 def test_layers_with_a_window_count_what_they_see(context: int, chunk: int) -> None:
     shape = StepShape(windows=((None, 0.25), (512, 0.75))).with_chunk(chunk, context, is_last=False)

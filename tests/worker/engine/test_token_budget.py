@@ -50,6 +50,7 @@ def test_a_budget_by_position_shrinks_along_the_prompt_and_takes_any_length() ->
 def test_a_budget_by_target_is_the_most_that_fits(target: float, context: int) -> None:
     model = learned(small_machine)
     budget = TargetTokenBudget(model, LIMITS)
+    budget.note_limited(100)
     shape = decodes(8)
     chunk = tokens_left(budget, shape, context=context, slack=target)
     seconds = target - max(LIMITS.margin_seconds, LIMITS.margin_ratio * target)
@@ -58,6 +59,15 @@ def test_a_budget_by_target_is_the_most_that_fits(target: float, context: int) -
     too_long = model.predict(shape.with_chunk(more, context, is_last=False), quantile=LIMITS.quantile)
     assert fits <= seconds < too_long or chunk == MIN_CHUNK_TOKENS
     assert chunk == MIN_CHUNK_TOKENS or (shape.num_tokens + chunk) % LIMITS.tile_tokens == 0
+
+
+def test_the_first_step_that_a_prefill_joins_is_smaller() -> None:
+    budget = TargetTokenBudget(learned(small_machine), LIMITS)
+    first = tokens_left(budget, decodes(8), slack=0.2)
+    budget.note_limited(first)
+    second = tokens_left(budget, decodes(8), slack=0.2)
+    nothing_wanted_more = tokens_left(budget, decodes(8), slack=0.2)
+    assert first == nothing_wanted_more < second
 
 
 def test_a_step_that_is_late_already_still_moves_a_prefill() -> None:

@@ -120,7 +120,6 @@ class StepTimeModel:
         self._moments = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]  # Σ w x xᵀ
         self._targets = [0.0] * _NUM_FEATURES  # Σ w x y
         self._coefficients = [_PRIOR_BASE_SECONDS, _PRIOR_SECONDS_PER_TOKEN, *[0.0] * (_NUM_FEATURES - 2)]
-        self._prior_scale = 0.0
         self._num_observed = 0
         self._log_speed = 0.0
         self._ratios = {has_prefill: _Ratios() for has_prefill in (False, True)}

@@ -136,6 +136,9 @@ class TargetLimits:
     margin_ratio: float = 0.04
     """The larger of the two is left for what comes after the step: frames, the router, the way to the client, all of
     which may have to wait for a core."""
+    first_margin_ratio: float = 0.12
+    """In place of `margin_ratio` for the first step that a prefill joins: it shares the cores with all that the arrival
+    of a long prompt sets off, and is predicted from steps without one."""
     tile_tokens: int = 16
     """A step's tokens are a multiple of this where there is a choice: matrix products come in tiles."""
 
@@ -148,6 +151,8 @@ class TargetTokenBudget:
         self._step_time = step_time
         self._limits = limits
         self._typical_tokens: float | None = None
+        self._was_limited = False
+        """Whether prefills wanted more of the step before."""
 
     @property
     def typical_tokens(self) -> int:
@@ -159,10 +164,13 @@ class TargetTokenBudget:
         seconds = limits.max_step_seconds
         if token_deadlines:
             seconds = min(token_deadlines) - now
-            seconds -= max(limits.margin_seconds, limits.margin_ratio * seconds)
+            margin_ratio = limits.margin_ratio if self._was_limited else limits.first_margin_ratio
+            seconds -= max(limits.margin_seconds, margin_ratio * seconds)
+        self._was_limited = False
         return _SecondsBudget(self._step_time, limits, seconds)
 
     def note_limited(self, num_tokens: int) -> None:
+        self._was_limited = True
         before = num_tokens if self._typical_tokens is None else self._typical_tokens
         self._typical_tokens = before + _TYPICAL_GAIN * (num_tokens - before)
 

@@ -45,6 +45,7 @@ class Model:
 class Backend:
     """How it is computed."""
 
+    name: str
     block_size: int
     """Tokens in one KV block: the setting, or what suits the backend."""
     load_decoder: Callable[[Checkpoint], Decoder]
@@ -56,7 +57,7 @@ def choose_backend(model: Model, settings: WorkerSettings) -> Backend:
     if settings.quantization != "none":
         return _quantized(model, settings)
     if name == "reference":
-        return _in_torch(model, ReferenceAttention(), block_size=settings.block_size or _BLOCK_SIZE)
+        return _in_plain_torch(model, settings)
     if name == "auto":
         name = "cpu" if model.device.type == "cpu" else "flash_attn"
     found = _with_cpu_kernels(model, settings) if name == "cpu" else _with_flash_attention(model, settings)
@@ -65,7 +66,11 @@ def choose_backend(model: Model, settings: WorkerSettings) -> Backend:
     if settings.attention_backend == name:
         raise ModelLoadError(f"--attention-backend {name}: {found}")
     _logger.warning("plain torch computes, for want of something faster", extra={"backend": name, "reason": found})
-    return _in_torch(model, ReferenceAttention(), block_size=settings.block_size or _BLOCK_SIZE)
+    return _in_plain_torch(model, settings)
+
+
+def _in_plain_torch(model: Model, settings: WorkerSettings) -> Backend:
+    return _in_torch(model, ReferenceAttention(), name="reference", block_size=settings.block_size or _BLOCK_SIZE)
 
 
 def _quantized(model: Model, settings: WorkerSettings) -> Backend:
@@ -96,7 +101,7 @@ def _with_cpu_kernels(model: Model, settings: WorkerSettings) -> Backend | str:
         weights = load_weights(checkpoint, model.config, target)
         return CpuDecoder(model.config, weights, block_size=block_size, num_threads=torch.get_num_threads())
 
-    return Backend(block_size=block_size, load_decoder=load)
+    return Backend(name="cpu", block_size=block_size, load_decoder=load)
 
 
 def _with_flash_attention(model: Model, settings: WorkerSettings) -> Backend | str:
@@ -110,13 +115,16 @@ def _with_flash_attention(model: Model, settings: WorkerSettings) -> Backend | s
     multiple = attention.block_size_multiple
     block_size = settings.block_size or multiple
     if block_size % multiple:
-        return f"--block-size {block_size} is no multiple of {multiple}, which this generation of flash-attn asks for"
-    return _in_torch(model, attention, block_size=block_size)
+        raise ModelLoadError(
+            f"--block-size {block_size} is no multiple of {multiple}, which this generation of flash-attn asks for; "
+            "leave it out, or take --attention-backend reference"
+        )
+    return _in_torch(model, attention, name="flash_attn", block_size=block_size)
 
 
-def _in_torch(model: Model, attention: AttentionBackend, *, block_size: int) -> Backend:
+def _in_torch(model: Model, attention: AttentionBackend, *, name: str, block_size: int) -> Backend:
     def load(checkpoint: Checkpoint) -> Decoder:
         target = WeightTarget(model.device, model.dtype, model.num_head_rows, Linear)
         return TorchDecoder(model.config, load_weights(checkpoint, model.config, target), attention)
 
-    return Backend(block_size=block_size, load_decoder=load)
+    return Backend(name=name, block_size=block_size, load_decoder=load)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 from pathlib import Path
 
 import torch
@@ -14,6 +12,7 @@ from stallfree_worker.model.backends import Model, choose_backend
 from stallfree_worker.model.card import ModelFolder, make_card
 from stallfree_worker.model.checkpoint import Checkpoint
 from stallfree_worker.model.config_reader import JsonObject
+from stallfree_worker.model.cores import usable_cores
 from stallfree_worker.model.decoder import Decoder
 from stallfree_worker.model.demo import DEMO_MODEL, DEMO_NAME
 from stallfree_worker.model.errors import ModelLoadError
@@ -26,12 +25,11 @@ from stallfree_worker.model.structured_output import StructuredOutputs
 from stallfree_worker.settings import ModelSettings, WorkerSettings
 
 _logger = logging.getLogger(__name__)
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def load_model(settings: WorkerSettings) -> LoadedModel:
     """Raises `ModelLoadError` for whatever keeps this model from being served with these settings."""
-    torch.set_num_threads(settings.threads or _usable_cores())
+    torch.set_num_threads(settings.threads or usable_cores())
     path = model_folder(settings)
     folder = ModelFolder.read(path)
     config = read_decoder_config(folder.config)
@@ -53,13 +51,15 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
         num_ids=vocab_size,
         eos_token_ids=eos_token_ids,
     )
-    outputs = StructuredOutputs(vocabulary, decoder.device)
+    outputs = StructuredOutputs(vocabulary, decoder.device, num_threads=max(2, min(8, usable_cores() // 2)))
     runner = _make_runner(decoder, cache_shape, settings, limits=limits, structured_outputs=outputs)
     _logger.info(
         "model loaded",
         extra={
             "model": settings.model,
             "dtype": str(dtype),
+            "backend": backend.name,
+            "block_size": backend.block_size,
             "kv_blocks": runner.num_blocks,
             "threads": torch.get_num_threads(),
         },
@@ -76,16 +76,6 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
         tokenizer_path=folder.tokenizer_path,
         kv_cache_bytes=runner.num_blocks * cache_shape.block_bytes,
     )
-
-
-def _usable_cores() -> int:
-    """Those that this process may run on, or as many as its container may use the time of."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = _CPU_QUOTA.read_text(encoding="ascii").split()
-        return max(1, min(cores, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no cgroup of version 2, or no quota ("max")
-        return cores
 
 
 def _default_name(model: str) -> str:

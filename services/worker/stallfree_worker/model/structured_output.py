@@ -18,7 +18,6 @@ thread.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -112,6 +111,7 @@ class StructuredOutputs:
         vocabulary: GrammarVocabulary | None,
         device: torch.device,
         *,
+        num_threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without a vocabulary every request with a structured output fails."""
@@ -119,7 +119,6 @@ class StructuredOutputs:
         self._device = device
         self._clock = clock
         self._constraints: dict[RequestId, _Constraint] = {}
-        num_threads = max(2, min(8, (os.cpu_count() or 1) // 2))
         self._compiling = grammar_threads(num_threads, name="grammars")
         self._masking = ThreadPoolExecutor(num_threads, thread_name_prefix="masks")
         """Threads of their own: no mask waits behind grammars that are compiled."""
@@ -186,7 +185,8 @@ class StructuredOutputs:
     def _is_last(self, chunk: Chunk, token: int) -> bool:
         """Whether nothing is drawn after this token, as far as that is known here."""
         sampling = chunk.sampling
-        is_end = not sampling.ignore_eos and self._vocabulary is not None and token in self._vocabulary.eos_token_ids
+        eos_token_ids = frozenset() if self._vocabulary is None else self._vocabulary.eos_token_ids
+        is_end = token in sampling.stop_token_ids or (not sampling.ignore_eos and token in eos_token_ids)
         return is_end or len(_text(chunk)) + 1 >= sampling.max_tokens
 
     def _forget(self, request_id: RequestId) -> None:
