@@ -133,10 +133,10 @@ class TargetLimits:
     """What memory was sized for."""
     quantile: float = BUDGET_QUANTILE
     margin_seconds: float = 0.002
-    margin_ratio: float = 0.04
+    margin_ratio: float = 0.05
     """The larger of the two is left for what comes after the step: frames, the router, the way to the client, all of
     which may have to wait for a core."""
-    first_margin_ratio: float = 0.12
+    first_margin_ratio: float = 0.2
     """In place of `margin_ratio` for the first step that a prefill joins: it shares the cores with all that the arrival
     of a long prompt sets off, and is predicted from steps without one."""
     tile_tokens: int = 16

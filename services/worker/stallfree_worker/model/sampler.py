@@ -41,7 +41,7 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         for start in range(0, len(rows), _ROWS_AT_ONCE):
             some = rows[start : start + _ROWS_AT_ONCE]
             index = torch.tensor(some, device=logits.device)
-            own = logits[index].float()  # indexing copies
+            own = logits.index_select(0, index).float()  # a copy
             own_draws = [draws[row] for row in some]
             adjust_logits(own, own_draws)
             tokens[index] = draw_some(own, own_draws)
@@ -81,7 +81,7 @@ def _find_best(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _draw_sampled(logits: Tensor, draws: list[Draw]) -> Tensor:
     """logits float32 [num_rows, num_ids] → int64 [num_rows]."""
     best = logits.amax(-1, keepdim=True)
-    weights = _weights(logits, best, draws)
+    weights = _probabilities(logits, draws)
     if any(draw.sampling.min_p or _has_nucleus(draw) for draw in draws):
         weights.masked_fill_(weights < _least_kept_weight(weights, draws)[:, None], 0.0)
     uniforms = _column([uniform(draw.sampling.seed, draw.output_index) for draw in draws], logits.device)
@@ -126,23 +126,23 @@ def _blocks_of(values: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tenso
     return torch.cat((reduced, reduce(rest[:, None], -1)), dim=-1) if rest.shape[-1] else reduced
 
 
-def _weights(logits: Tensor, best: Tensor, draws: list[Draw]) -> Tensor:
-    """Probabilities relative to the likeliest token's, which has weight 1. The maximum is taken off before the division
-    by a small temperature, so that nothing overflows."""
+def _probabilities(logits: Tensor, draws: list[Draw]) -> Tensor:
+    """float32 [num_rows, num_ids]. Of a row without a finite maximum it is NaN."""
     temperatures = _column([draw.sampling.temperature for draw in draws], logits.device).float()
-    # In place: with a vocabulary of 262,144, fresh memory for each operation costs more than the arithmetic.
-    return logits.sub_(best).div_(temperatures[:, None]).exp_()
+    # The maximum is taken off before the division by a small temperature, so that nothing overflows.
+    return logits.sub_(logits.amax(-1, keepdim=True)).div_(temperatures[:, None]).softmax(dim=-1)
 
 
 def _least_kept_weight(weights: Tensor, draws: list[Draw]) -> Tensor:
     """Top-k, then top-p over what it left, then min-p: each keeps a row's weights from some value up, ties included."""
-    least = _column([draw.sampling.min_p for draw in draws], weights.device).float()
+    largest = weights.amax(-1)
+    least = _column([draw.sampling.min_p for draw in draws], weights.device).float() * largest
     rows = [row for row, draw in enumerate(draws) if _has_nucleus(draw)]
     if rows:
         index = torch.tensor(rows, device=weights.device)
         nucleus = _nucleus_least([draws[row].sampling for row in rows], weights[index])
         least[index] = least[index].maximum(nucleus)
-    return least.clamp(max=1.0)
+    return least.minimum(largest)
 
 
 def _has_nucleus(draw: Draw) -> bool:
