@@ -69,7 +69,7 @@ async def test_the_experiments_measure_a_real_model(tmp_path: Path) -> None:
 
     status, _, errors = await loadtest(
         "stalls", *common, "--configurations", "faster_transformer,sarathi:64", "--targets", "0.5", "--rounds", "2",
-        "--context-tokens", "32", "--stream-tokens", "300", "--long-tokens", "2000", "--seconds-before", "0.1",
+        "--context-tokens", "32", "--stream-tokens", "900", "--long-tokens", "2000", "--seconds-before", "0.1",
         "--picture", str(tmp_path / "picture"), seconds=300,
     )  # fmt: skip
     assert (status, errors) == (0, "")
