@@ -133,7 +133,7 @@ class TargetLimits:
     """What memory was sized for."""
     quantile: float = BUDGET_QUANTILE
     margin_seconds: float = 0.002
-    margin_ratio: float = 0.05
+    margin_ratio: float = 0.06
     """The larger of the two is left for what comes after the step: frames, the router, the way to the client, all of
     which may have to wait for a core."""
     first_margin_ratio: float = 0.2
