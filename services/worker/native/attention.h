@@ -232,8 +232,7 @@ class Attention {
     for (int key = 0; key < num_keys; key += kWidth) {
       __m512 score = _mm512_mul_ps(_mm512_loadu_ps(scores + key), _mm512_set1_ps(rule_.scale));
       if (rule_.softcap != 0) {
-        const __m512 cap = _mm512_set1_ps(rule_.softcap);
-        score = _mm512_mul_ps(cap, tangent_hyperbolic(_mm512_div_ps(score, cap)));
+        score = soft_capped(score, rule_.softcap);
       }
       score = _mm512_mask_mov_ps(nothing, seen(key, from, to), score);
       _mm512_storeu_ps(scores + key, score);

@@ -102,6 +102,12 @@ void norm_row(const float* x, const float* weight, int size, float eps, Store&& 
   }
 }
 
+// The same, rounded for the next product.
+template <class T>
+void norm_row_to(T* to, const float* x, const float* weight, int size, float eps) {
+  norm_row(x, weight, size, eps, [to](int i, __m512 values) { Numbers<T>::store(to + i, values); });
+}
+
 template <class T>
 class ForwardPass {
  public:
@@ -189,9 +195,8 @@ class ForwardPass {
     const int size = decoder_.hidden_size;
     const Range rows = member.part_of(batch_.num_tokens);
     for (int row = rows.begin; row < rows.end; ++row) {
-      T* to = normed_ + std::int64_t{row} * size;
-      norm_row(hidden_ + std::int64_t{row} * size, weight, size, decoder_.norm_eps,
-               [to](int i, __m512 values) { Numbers<T>::store(to + i, values); });
+      const std::int64_t at = std::int64_t{row} * size;
+      norm_row_to(normed_ + at, hidden_ + at, weight, size, decoder_.norm_eps);
     }
   }
 
@@ -377,9 +382,8 @@ void head(const StallfreeDecoder& decoder, const float* hidden, const std::int64
   run_together(num_threads, [&](Member& member) {
     const Range own = member.part_of(num_rows);
     for (int row = own.begin; row < own.end; ++row) {
-      T* to = normed + std::int64_t{row} * size;
-      norm_row(hidden + rows[row] * size, decoder.final_norm, size, decoder.norm_eps,
-               [to](int i, __m512 values) { Numbers<T>::store(to + i, values); });
+      norm_row_to(normed + std::int64_t{row} * size, hidden + rows[row] * size, decoder.final_norm, size,
+                  decoder.norm_eps);
     }
     member.wait_for_all();
     multiply<T>(member, normed, std::ptrdiff_t{size} * sizeof(T), num_rows, matrix, 1,
@@ -390,8 +394,7 @@ void head(const StallfreeDecoder& decoder, const float* hidden, const std::int64
                       const int column = (tile + t) * kWidth;
                       __m512 value = _mm512_load_ps(sums + r * kPassStride + t * kWidth);
                       if (decoder.logit_softcap != 0) {
-                        const __m512 cap = _mm512_set1_ps(decoder.logit_softcap);
-                        value = _mm512_mul_ps(cap, tangent_hyperbolic(_mm512_div_ps(value, cap)));
+                        value = soft_capped(value, decoder.logit_softcap);
                       }
                       const int left = std::min(kWidth, matrix.num_outputs - column);
                       _mm512_mask_storeu_ps(to + column, static_cast<__mmask16>((1u << left) - 1), value);

@@ -74,4 +74,10 @@ inline __m512 tangent_hyperbolic(__m512 x) {
   return _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(power, one)));
 }
 
+// What keeps scores and logits within `cap`.
+inline __m512 soft_capped(__m512 x, float cap) {
+  const __m512 most = _mm512_set1_ps(cap);
+  return _mm512_mul_ps(most, tangent_hyperbolic(_mm512_div_ps(x, most)));
+}
+
 }  // namespace stallfree

@@ -81,7 +81,7 @@ def _find_best(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _draw_sampled(logits: Tensor, draws: list[Draw]) -> Tensor:
     """logits float32 [num_rows, num_ids] → int64 [num_rows]."""
     best = logits.amax(-1, keepdim=True)
-    weights = _probabilities(logits, draws)
+    weights = _probabilities(logits, best, draws)
     if any(draw.sampling.min_p or _has_nucleus(draw) for draw in draws):
         weights.masked_fill_(weights < _least_kept_weight(weights, draws)[:, None], 0.0)
     uniforms = _column([uniform(draw.sampling.seed, draw.output_index) for draw in draws], logits.device)
@@ -126,11 +126,11 @@ def _blocks_of(values: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tenso
     return torch.cat((reduced, reduce(rest[:, None], -1)), dim=-1) if rest.shape[-1] else reduced
 
 
-def _probabilities(logits: Tensor, draws: list[Draw]) -> Tensor:
-    """float32 [num_rows, num_ids]. Of a row without a finite maximum it is NaN."""
+def _probabilities(logits: Tensor, best: Tensor, draws: list[Draw]) -> Tensor:
+    """float32 [num_rows, num_ids]; `best` is each row's largest. Of a row where that is not finite it is NaN."""
     temperatures = _column([draw.sampling.temperature for draw in draws], logits.device).float()
     # The maximum is taken off before the division by a small temperature, so that nothing overflows.
-    return logits.sub_(logits.amax(-1, keepdim=True)).div_(temperatures[:, None]).softmax(dim=-1)
+    return logits.sub_(best).div_(temperatures[:, None]).softmax(dim=-1)
 
 
 def _least_kept_weight(weights: Tensor, draws: list[Draw]) -> Tensor:

@@ -36,6 +36,7 @@ class FlashAttention2:
         return 256
 
     def prepare(self, sequences: PagedSequences) -> PagedAttention:
+        most_queries = max(sequences.query_lengths)
         # It wants the lengths of the keys summed up, though the table tells where they are.
         ends = [F.pad(table.seqlens_k.cumsum(0, dtype=torch.int32), (1, 0)) for table in sequences.tables]
 
@@ -47,7 +48,7 @@ class FlashAttention2:
                 v_cache,
                 cu_seqlens_q=sequences.cu_seqlens_q,
                 cu_seqlens_k=ends[rule.group],
-                max_seqlen_q=max(sequences.query_lengths),
+                max_seqlen_q=most_queries,
                 max_seqlen_k=max(tables.kv_lengths),
                 softmax_scale=rule.scale,
                 causal=True,
@@ -69,6 +70,8 @@ class FlashAttention3:
         return 16
 
     def prepare(self, sequences: PagedSequences) -> PagedAttention:
+        most_queries = max(sequences.query_lengths)
+
         def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, rule: AttentionRule) -> Tensor:
             tables = sequences.tables[rule.group]
             return self.kvcache_func(
@@ -78,7 +81,7 @@ class FlashAttention3:
                 cache_seqlens=tables.seqlens_k,
                 page_table=tables.block_tables,
                 cu_seqlens_q=sequences.cu_seqlens_q,
-                max_seqlen_q=max(sequences.query_lengths),
+                max_seqlen_q=most_queries,
                 softmax_scale=rule.scale,
                 causal=True,
                 window_size=_window_size(rule),
