@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import queue
+import threading
 
 import pytest
 
 from stallfree_shared.wire import RequestId, SamplingParams
 from stallfree_worker.engine.engine import Engine
+from stallfree_worker.engine.execution import ThreadExecution
 from stallfree_worker.engine.integrity import IntegrityError
-from stallfree_worker.engine.step import NewRequest
+from stallfree_worker.engine.step import NewRequest, StepPlan, StepResult
 from stallfree_worker.engine.token_budget import TokenBudget
 from stallfree_worker.engine_loop import EngineLoop
 from stallfree_worker.engine_messages import Cancel, Command, EngineReport, Stop, Submit
@@ -42,8 +44,10 @@ def _submit(request_id: str, *prompt: int, max_tokens: int = 100) -> Submit:
     )
 
 
-def _engine(budget: TokenBudget | None = None) -> Engine:
-    return Engine(SchedulerSettings(), ScriptedRunner(num_blocks=8), Clock(), budget=budget)
+def _engine(budget: TokenBudget | None = None, *, overlaps: bool = False) -> Engine:
+    runner = ScriptedRunner(num_blocks=8)
+    execution = ThreadExecution(runner) if overlaps else None
+    return Engine(SchedulerSettings(), runner, Clock(), budget=budget, execution=execution)
 
 
 class _StopAfter:
@@ -82,14 +86,57 @@ def test_refused_submit_becomes_the_error_event_of_its_request_and_counts_as_tak
     assert reports[1].submits_taken == 1
 
 
-def test_cancelled_request_is_freed_before_the_next_step() -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_cancelled_request_is_freed_before_the_next_step(*, overlaps: bool) -> None:
+    """With overlap report 2 leaves when step 3 has begun, so that step is the last with the request."""
+    last = 3 if overlaps else 2
     reports = _run(
-        _engine(), {0: _submit("a", *[A] * 50, max_tokens=60), 2: Cancel(request_id=RequestId("a"))}, stop_at=3
+        _engine(overlaps=overlaps),
+        {0: _submit("a", *[A] * 50, max_tokens=60), 2: Cancel(request_id=RequestId("a"))},
+        stop_at=last + 1,
     )
-    assert reports[2].step.status.requests_running == 1
-    assert reports[3].step.events == ()
-    assert reports[3].step.status.num_free_blocks == reports[3].step.status.num_blocks
+    assert reports[last].step.status.requests_running == 1
+    assert reports[last + 1].step.events == ()
+    assert reports[last + 1].step.status.num_free_blocks == reports[last + 1].step.status.num_blocks
+    assert reports[last + 1].step.status.requests_running == 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_last_report_does_not_wait_for_more_work(*, overlaps: bool) -> None:
+    """Stop is sent when the end was told, so this would never return."""
+    reports = _run(_engine(overlaps=overlaps), {0: _submit("a", A, B)}, stop_at=3)
+    assert [event.token_id for report in reports for event in report.step.events] == [A, B, EOS]
     assert reports[3].step.status.requests_running == 0
+
+
+class PatientRunner(ScriptedRunner):
+    """Ends no step before the report of the one before has left."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=8)
+        self.told = threading.Semaphore(1)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert self.told.acquire(timeout=10), "the step before has not been told"
+        return super().execute(plan)
+
+
+def test_tokens_leave_while_the_next_step_is_computed() -> None:
+    runner = PatientRunner()
+    engine = Engine(SchedulerSettings(), runner, Clock(), execution=ThreadExecution(runner))
+    commands: queue.Queue[Command] = queue.Queue()
+    commands.put(_submit("a", *[A] * 5))
+    tokens: list[int | None] = []
+
+    def send(report: EngineReport) -> None:
+        tokens.extend([event.token_id for event in report.step.events])
+        if report.step.record is not None:
+            runner.told.release()
+        if tokens[-1:] == [EOS]:
+            commands.put(Stop())
+
+    EngineLoop(engine, commands=commands, send_report=send).run()
+    assert tokens == [A] * 5 + [EOS]
 
 
 def test_b33_row_with_broken_logits_fails_alone() -> None:

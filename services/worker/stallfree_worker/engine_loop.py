@@ -24,6 +24,7 @@ from stallfree_shared.logging import configure_logging
 from stallfree_shared.wire import STATUS_INTERVAL_SECONDS
 from stallfree_worker.engine.calibration import calibrate
 from stallfree_worker.engine.engine import Engine
+from stallfree_worker.engine.execution import InlineExecution, ThreadExecution
 from stallfree_worker.engine.step import EngineEvent, NewRequest, StepReport
 from stallfree_worker.engine_messages import (
     Cancel,
@@ -52,12 +53,29 @@ class EngineLoop:
         self._send_report = send_report
         self._submits_taken = 0
         self._refusals: list[EngineEvent] = []
+        self._held: EngineReport | None = None
 
     def run(self) -> None:
         """Returns after `Stop`. Raises what a step raises."""
-        self._report(self._engine.step())
-        while self._take_commands():
-            self._report(self._engine.step())
+        self._hold(self._engine.step())
+        try:
+            while self._take_commands():
+                self._engine.begin_step()
+                self._send_held()
+                self._hold(self._engine.end_step())
+        finally:
+            self._send_held()
+
+    def _hold(self, step: StepReport) -> None:
+        """With overlap a report leaves when the next step has begun, if there is one; else at once."""
+        self._held = self._make_report(step)
+        if not (self._engine.overlaps and self._engine.has_work):
+            self._send_held()
+
+    def _send_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._send_report(held)
 
     def _take_commands(self) -> bool:
         """Hands over all commands that are there; waits for one where nothing else is to be done. False: stop."""
@@ -80,11 +98,12 @@ class EngineLoop:
         except StallfreeError as error:
             self._refusals.append(_refusal(command.request, error))
 
-    def _report(self, step: StepReport) -> None:
+    def _make_report(self, step: StepReport) -> EngineReport:
+        """Its status includes all submits that were taken so far."""
         if self._refusals:
             step = dataclasses.replace(step, events=(*self._refusals, *step.events))
             self._refusals.clear()
-        self._send_report(EngineReport(step=step, submits_taken=self._submits_taken))
+        return EngineReport(step=step, submits_taken=self._submits_taken)
 
 
 def _refusal(request: NewRequest, error: StallfreeError) -> EngineEvent:
@@ -128,9 +147,13 @@ def _serve(setup: EngineSetup, commands: queue.Queue[Command], reports: Connecti
     settings: WorkerSettings = setup.settings
     started_at = time.monotonic()
     loaded = setup.load_model(settings)
+    overlaps = settings.overlap == "on" or (settings.overlap == "auto" and loaded.leaves_host_free)
+    execution = ThreadExecution(loaded.runner) if overlaps else InlineExecution(loaded.runner)
     # the first steps of a model are slow: not learned from
-    calibrate(Engine(settings, loaded.runner, time.monotonic), max_chunk_tokens=1)
-    engine = Engine(settings, loaded.runner, time.monotonic, has_prefix_cache=settings.prefix_caching)
+    calibrate(Engine(settings, loaded.runner, time.monotonic, execution=execution), max_chunk_tokens=1)
+    engine = Engine(
+        settings, loaded.runner, time.monotonic, has_prefix_cache=settings.prefix_caching, execution=execution
+    )
     calibrate(engine, max_chunk_tokens=settings.max_step_tokens)
     ready = _ready(loaded, engine)
     gc.collect()
@@ -142,6 +165,7 @@ def _serve(setup: EngineSetup, commands: queue.Queue[Command], reports: Connecti
             "max_model_len": ready.card.max_model_len,
             "kv_cache_tokens": ready.kv_cache_tokens,
             "kv_cache_bytes": ready.kv_cache_bytes,
+            "overlap": overlaps,
             "load_seconds": round(time.monotonic() - started_at, 3),
         },
     )

@@ -20,6 +20,8 @@ class LoadedModel:
     """The tokenizer.json that `card.tokenizer_sha256` is the hash of."""
     kv_cache_bytes: int = 0
     """What the blocks of `runner` take together, in bytes."""
+    leaves_host_free: bool = False
+    """Whether a core of the host has nothing to do while `runner` computes."""
 
 
 ModelLoader = Callable[[WorkerSettings], LoadedModel]

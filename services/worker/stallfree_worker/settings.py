@@ -43,6 +43,10 @@ class ModelSettings(SettingsGroup):
         description="How the forward pass is computed: cpu, by compiled kernels for CPUs with AVX-512; flash_attn, by "
         "the flash-attn library on CUDA; reference, in plain torch on any device; auto takes the fastest that it can.",
     )
+    cuda_graphs: bool = Field(
+        True,
+        description="With flash_attn, replay recorded forward passes for steps of few tokens; the start takes longer.",
+    )
     tensor_parallel_size: int = Field(
         1, ge=1, le=1, description="GPUs that share one model; one is what there is so far."
     )
@@ -143,8 +147,13 @@ class SchedulerSettings(SettingsGroup):
 
 
 class EngineProcessSettings(SettingsGroup):
-    """How the engine's own process is watched."""
+    """How the engine's own process works and is watched."""
 
+    overlap: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Plan the next step while one is computed. auto does where a core is free then: on a GPU, and on a "
+        "CPU with more cores than --threads. A prompt that arrives in the meantime waits one step longer.",
+    )
     engine_start_timeout_seconds: float = Field(
         1800.0, gt=0, description="Most seconds for loading the model; then the worker gives up."
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from stallfree_shared.wire import FinishReason, RequestId, SamplingParams
 from stallfree_worker.engine.engine import Engine
+from stallfree_worker.engine.execution import InlineExecution
 from stallfree_worker.engine.step import EngineEvent, KVGroup, NewRequest, StepReport
 from stallfree_worker.engine.step_time import StepShape
 from stallfree_worker.engine.token_budget import StepBudget, TokenBudget
@@ -13,6 +14,12 @@ from stallfree_worker.settings import BatchingName, SchedulerSettings
 from tests.worker.engine.checked_runner import CheckedRunner, VirtualClock, reference_output
 
 UNLIMITED_BLOCKS = 4096
+
+
+class LateExecution(InlineExecution):
+    """Composes the next step before it computes one: what overlap does, in an order that is always the same."""
+
+    overlaps = True
 
 
 def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
@@ -62,6 +69,7 @@ class Bench:
         batching: BatchingName = "sarathi",
         max_prefill_wait_seconds: float = 5.0,
         priority_step_seconds: float = 30.0,
+        overlaps: bool = False,
     ) -> None:
         self.clock = VirtualClock()
         self.runner = CheckedRunner(
@@ -80,7 +88,14 @@ class Bench:
             max_prefill_wait_seconds=max_prefill_wait_seconds,
             priority_step_seconds=priority_step_seconds,
         )
-        self.engine = Engine(self.settings, self.runner, self.clock, budget=budget, has_prefix_cache=has_prefix_cache)
+        self.engine = Engine(
+            self.settings,
+            self.runner,
+            self.clock,
+            budget=budget,
+            has_prefix_cache=has_prefix_cache,
+            execution=LateExecution(self.runner) if overlaps else None,
+        )
         self.new_by_id: dict[RequestId, NewRequest] = {}
         self.events_by_id: dict[RequestId, list[EngineEvent]] = {}
         self.reports: list[StepReport] = []

@@ -43,6 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         windows=st.sampled_from(WINDOWS),
         has_prefix_cache=st.sampled_from([True, True, False]),
+        overlaps=st.booleans(),
     )
     def start(
         self,
@@ -53,9 +54,13 @@ class EngineMachine(RuleBasedStateMachine):
         windows: tuple[int | None, ...],
         *,
         has_prefix_cache: bool,
+        overlaps: bool,
     ) -> None:
         type(self).num_runs += 1
         self.budget = MovingBudget(token_budget)
+        self.budgets = [token_budget]
+        """Those that the next step may have been composed with: the one of the step before too, with overlap."""
+        self.overlaps = overlaps
         self.bench = Bench(
             num_blocks=num_blocks * len(windows),
             block_size=block_size,
@@ -66,6 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
             has_prefix_cache=has_prefix_cache,
             max_prefill_wait_seconds=1.0,
             priority_step_seconds=5.0,
+            overlaps=overlaps,
         )
         self.capacity = self.bench.engine.max_model_len
         self.arrivals: dict[RequestId, int] = {}
@@ -73,7 +79,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.decoding: set[RequestId] = set()
         """Requests that the last step gave a token, and that go on."""
         self.running: set[RequestId] = set()
-        """Requests that hold blocks."""
+        """Requests that hold blocks, or held some when the next step may have been composed."""
+        self.order: dict[RequestId, int] = {}
+        """Places in the order of arrival, those of ended requests too."""
 
     @rule(
         prompt=st.integers(1, 100),
@@ -125,6 +133,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(max_tokens=st.integers(1, 24))
     def change_budget(self, max_tokens: int) -> None:
+        self.budgets = [*(self.budgets if self.overlaps else ()), max_tokens]
         self.budget.max_tokens = max_tokens
 
     @precondition(lambda self: self.arrivals)
@@ -187,7 +196,7 @@ class EngineMachine(RuleBasedStateMachine):
             priority=priority,
             ttft_target_seconds=ttft_target_seconds,
         )
-        self.arrivals[request_id] = len(self.bench.new_by_id)
+        self.arrivals[request_id] = self.order[request_id] = len(self.bench.new_by_id)
 
     def _step_once(self, cancelled: RequestId | None = None) -> None:
         has_work = self.bench.engine.has_work
@@ -206,7 +215,8 @@ class EngineMachine(RuleBasedStateMachine):
             self._leave(request_id)
 
     def _check_plan(self, plan: StepPlan) -> None:
-        assert plan.num_tokens <= self.budget.max_tokens or plan.num_prefill_tokens == 0
+        assert plan.num_tokens <= max(self.budgets) or plan.num_prefill_tokens == 0
+        self.budgets = [self.budget.max_tokens]
         num_decodes = sum(len(chunk.token_ids) == 1 and bool(chunk.output_index) for chunk in plan.chunks)
         assert plan.num_decode_tokens <= num_decodes, "a prefill was counted as a decode"
         planned = {chunk.request_id for chunk in plan.chunks}
@@ -214,21 +224,20 @@ class EngineMachine(RuleBasedStateMachine):
         missing = self.decoding - planned
         assert len(missing) <= len(plan.preempted_request_ids), "a decode was left out of the step"
         self._check_evictions(set(plan.preempted_request_ids))
-        self.running = (self.running | planned) - set(plan.preempted_request_ids)
+        self.running = ((self.running & self.arrivals.keys()) | planned) - set(plan.preempted_request_ids)
 
     def _check_evictions(self, evicted: set[RequestId]) -> None:
         """Who has the best priority, and is the oldest of those, loses its blocks to a better priority only."""
         if self.running and (oldest := min(self.running, key=self._seniority)) in evicted:
-            better = [other for other in self.arrivals if self._seniority(other)[0] < self._seniority(oldest)[0]]
+            better = [other for other in self.order if self._seniority(other)[0] < self._seniority(oldest)[0]]
             assert better, "the oldest lost its blocks"
 
     def _seniority(self, request_id: RequestId) -> tuple[int, int]:
-        return self.bench.new_by_id[request_id].priority, self.arrivals[request_id]
+        return self.bench.new_by_id[request_id].priority, self.order[request_id]
 
     def _leave(self, request_id: RequestId) -> None:
         del self.arrivals[request_id]
         self.decoding.discard(request_id)
-        self.running.discard(request_id)
 
 
 def test_invariants_hold_over_random_submits_steps_and_cancels(capsys: pytest.CaptureFixture[str]) -> None:

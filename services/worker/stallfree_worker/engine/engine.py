@@ -1,4 +1,4 @@
-"""The engine: `step()` is schedule → execute → apply.
+"""The engine: a step is schedule → execute → apply; with overlap the next one is composed while a step executes.
 
 Turns requests of tokens into events of tokens. Owns the scheduler and the model of step times; knows nothing of
 processes, sockets or tensors. The engine's process calls it, one call at a time.
@@ -7,22 +7,33 @@ processes, sockets or tensors. The engine's process calls it, one call at a time
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from stallfree_shared.errors import ContextLengthExceededError, InvalidRequestError, OverloadedError
 from stallfree_shared.wire import RequestId
 from stallfree_worker.engine.batching import RULES
 from stallfree_worker.engine.batching.batch import BatchLimits
 from stallfree_worker.engine.block_manager import BlockManager
+from stallfree_worker.engine.execution import Execution, InlineExecution
+from stallfree_worker.engine.integrity import require
 from stallfree_worker.engine.kv_layout import KVLayout
 from stallfree_worker.engine.order import ArrivalOrder, UrgencyOrder
 from stallfree_worker.engine.scheduler import Scheduler
-from stallfree_worker.engine.step import EngineStatus, NewRequest, Runner, StepPlan, StepRecord, StepReport
+from stallfree_worker.engine.step import EngineStatus, NewRequest, Runner, StepPlan, StepRecord, StepReport, StepResult
 from stallfree_worker.engine.step_time import StepShape, StepTimeModel
 from stallfree_worker.engine.token_budget import BUDGET_QUANTILE, TokenBudget, make_token_budget
 from stallfree_worker.settings import SchedulerSettings
 
 _MAX_RETRY_AFTER_SECONDS = 60.0
+
+
+class _BegunStep(NamedTuple):
+    plan: StepPlan
+    prediction: tuple[float, float]
+    started_at: float
+    scheduled_at: float
+    result: Callable[[], StepResult]
+    """Waits for it."""
 
 
 class Engine:
@@ -34,10 +45,14 @@ class Engine:
         *,
         budget: TokenBudget | None = None,
         has_prefix_cache: bool = True,
+        execution: Execution | None = None,
     ) -> None:
-        """`clock` gives monotonic seconds. `budget` is by default that of the settings."""
+        """`clock` gives monotonic seconds. `budget` is by default that of the settings, `execution` by default one
+        without overlap."""
         self._settings = settings
         self._runner = runner
+        self._execution = execution or InlineExecution(runner)
+        self._begun: _BegunStep | None = None
         self._clock = clock
         rule = RULES[settings.batching]()
         self._layout = _kv_layout(
@@ -69,6 +84,11 @@ class Engine:
         return self._layout.tokens_held(self._runner.num_blocks, num_tokens=self.max_model_len)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a step that was begun is computed while the caller does something else."""
+        return self._execution.overlaps
+
+    @property
     def has_work(self) -> bool:
         """Whether a request runs or waits."""
         return self._scheduler.num_running + self._scheduler.num_waiting > 0
@@ -91,26 +111,39 @@ class Engine:
         return self._scheduler.cancel(request_id)
 
     def step(self) -> StepReport:
-        """Computes one step, or nothing where there is no work. What the runner raises is not caught: an engine that
-        cannot compute must not go on.
+        """Computes one step, or nothing where there is no work: `begin_step`, then `end_step`."""
+        self.begin_step()
+        return self.end_step()
+
+    def begin_step(self) -> None:
+        """Plans a step and begins it, if there is work. With overlap it is being computed when this returns.
 
         Raises:
             IntegrityError: there is work, and no token of it can be computed.
         """
+        require(self._begun is None, "the step before has not ended")
         started_at = self._clock()
         plan = self._scheduler.schedule(started_at)
         if plan is None:
             self._last_ended_at = None
-            return StepReport(events=(), status=self.status())
+            return
         prediction = self._predict(plan)
-        scheduled_at = self._clock()
-        result = self._runner.execute(plan)
+        self._begun = _BegunStep(plan, prediction, started_at, self._clock(), self._execution.begin(plan))
+
+    def end_step(self) -> StepReport:
+        """Waits for the step that was begun, and tells what it gave. With overlap the next one is composed meanwhile.
+        What the runner raises is not caught: an engine that cannot compute must not go on."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return StepReport(events=(), status=self.status())
+        if self._execution.overlaps:
+            self._scheduler.prepare(begun.started_at + begun.prediction[0])
+        result = begun.result()
         executed_at = self._clock()
         events = self._scheduler.apply(result, executed_at)
-        instants = (started_at, scheduled_at, executed_at, self._clock())
-        record = self._record(plan, prediction, instants)
-        self._step_time.observe(plan.shape, record.seconds)
-        self._last_ended_at = instants[-1] if self.has_work else None
+        record = self._record(begun, executed_at=executed_at, applied_at=self._clock())
+        self._step_time.observe(begun.plan.shape, record.seconds)
+        self._last_ended_at = record.ended_at if self.has_work else None
         return StepReport(events=events, status=self.status(), record=record)
 
     def status(self) -> EngineStatus:
@@ -138,20 +171,17 @@ class Engine:
         predict = self._step_time.predict
         return predict(plan.shape), predict(plan.shape, quantile=BUDGET_QUANTILE)
 
-    def _record(
-        self, plan: StepPlan, prediction: tuple[float, float], instants: tuple[float, float, float, float]
-    ) -> StepRecord:
-        """`instants` are those at which the step began, was scheduled, was executed and was applied."""
-        started_at, scheduled_at, executed_at, applied_at = instants
+    def _record(self, begun: _BegunStep, *, executed_at: float, applied_at: float) -> StepRecord:
+        plan = begun.plan
         return StepRecord(
             step_id=plan.step_id,
-            started_at=started_at,
-            schedule_seconds=scheduled_at - started_at,
-            execute_seconds=executed_at - scheduled_at,
+            started_at=begun.started_at,
+            schedule_seconds=begun.scheduled_at - begun.started_at,
+            execute_seconds=executed_at - begun.scheduled_at,
             apply_seconds=applied_at - executed_at,
-            idle_seconds=None if self._last_ended_at is None else started_at - self._last_ended_at,
-            predicted_seconds=prediction[0],
-            predicted_quantile_seconds=prediction[1],
+            idle_seconds=None if self._last_ended_at is None else begun.started_at - self._last_ended_at,
+            predicted_seconds=begun.prediction[0],
+            predicted_quantile_seconds=begun.prediction[1],
             budget_seconds=plan.budget_seconds,
             budget_tokens=plan.budget_tokens,
             request_ids=tuple([chunk.request_id for chunk in plan.chunks]),

@@ -51,6 +51,10 @@ class Request:
     """The end of its last chunk, or its submission."""
     last_token_at: float | None = None
     was_preempted_since_last_token: bool = False
+    is_token_pending: bool = False
+    """A step that draws its next token is being computed. That token is counted in `num_tokens`, and nobody knows it
+    yet."""
+    was_preempted_with_token_pending: bool = False
     is_draw_postponed: bool = False
     """All is computed but for the last token, which is to be computed again: its draw was postponed."""
     is_cancelled: bool = False
@@ -84,7 +88,22 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether only the token drawn last is left to compute, or the last again because its draw was postponed."""
-        return self.num_tokens_left == 1 and (bool(self.output_token_ids) or self.is_draw_postponed)
+        return self.num_tokens_left == 1 and (self.num_outputs > 0 or self.is_draw_postponed)
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens, with the pending one."""
+        return len(self.output_token_ids) + self.is_token_pending
+
+    @property
+    def num_known_tokens(self) -> int:
+        """`num_tokens` without the pending one."""
+        return self.num_tokens - self.is_token_pending
+
+    @property
+    def wants_nothing_more(self) -> bool:
+        """Whether its pending token is the last, whatever it will be."""
+        return self.is_token_pending and self.num_outputs >= self.new.sampling.max_tokens
 
     @property
     def next_token_due_at(self) -> float:
@@ -94,7 +113,12 @@ class Request:
     @property
     def expected_output_tokens_left(self) -> int:
         expected = math.ceil(min(self.new.expected_output_tokens, self.new.sampling.max_tokens))
-        return max(0, expected - len(self.output_token_ids))
+        return max(0, expected - self.num_outputs)
+
+    @property
+    def was_preempted(self) -> bool:
+        """Whether it lost its blocks, and has drawn nothing since."""
+        return self.was_preempted_since_last_token or self.was_preempted_with_token_pending
 
     def next_chunk(self, num_tokens: int, block_tables: tuple[BlockTable, ...], *, num_shared_tokens: int) -> Chunk:
         """The next `num_tokens` tokens to compute, as a message. Copies these tokens and no others."""
@@ -120,26 +144,42 @@ class Request:
         if self.num_cached_tokens is None:
             self.num_cached_tokens = num_computed_tokens
 
-    def advance(self, num_tokens: int, now: float) -> None:
-        """Notes that the next `num_tokens` tokens are computed, in a step that ends `now`."""
-        self.waits_since = now
+    def advance(self, num_tokens: int, *, draws: bool) -> None:
+        """Counts the next `num_tokens` tokens as computed, and the token drawn after them where one is. Steps are
+        computed in order, so whatever is planned next may rely on it while this step still runs."""
         self.num_computed_tokens += num_tokens
         self.max_computed_tokens = max(self.max_computed_tokens, self.num_computed_tokens)
+        self.is_draw_postponed = False
+        if draws:
+            self.is_token_pending = True
+            self.num_tokens += 1
+
+    def postpone_draw(self) -> None:
+        """There is no pending token after all: the last token is to be computed again, and the draw with it."""
+        self.is_token_pending = False
+        self.num_tokens -= 1
+        self.num_computed_tokens -= 1
+        self.max_computed_tokens = self.num_computed_tokens
+        self.is_draw_postponed = True
 
     def restart(self) -> None:
         """Forgets what was computed, and nothing else: output, instants and limits stand."""
         self.num_computed_tokens = 0
         self.is_draw_postponed = False
-        self.was_preempted_since_last_token = True
+        if self.is_token_pending:
+            self.was_preempted_with_token_pending = True
+        else:
+            self.was_preempted_since_last_token = True
 
     def add_output(self, token_id: int, now: float) -> None:
+        """The pending token is known, `now`."""
         self.output_token_ids.append(token_id)
         if self.prefix_hashes is not None:
             self.prefix_hashes.append(token_id)
-        self.num_tokens += 1
         self.last_token_at = now
-        self.is_draw_postponed = False
-        self.was_preempted_since_last_token = False
+        self.is_token_pending = False
+        self.was_preempted_since_last_token = self.was_preempted_with_token_pending
+        self.was_preempted_with_token_pending = False
 
     def finish_reason(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the request ends if `token_id` is its next output token, or None.

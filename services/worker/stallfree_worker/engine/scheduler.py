@@ -2,12 +2,16 @@
 
 Owns every request inside the engine, the queues and the block manager. It reads no clock, computes nothing and starts
 nothing. `Engine`, the simulator and the property tests call it: `schedule`, then `apply` with the result of that very
-plan, then `schedule` again. `submit` and `cancel` may come at any time between.
+plan, then `schedule` again. `submit` and `cancel` may come between any two of these.
+
+While a plan is being computed, `prepare` may compose the step after it, as if every request in the plan drew its token
+and went on. `schedule` then has only to leave out those that did not, and to fill in the tokens. What each request gets
+is the same either way; a place that an end leaves is filled one step later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from stallfree_shared.wire import RequestId, TokenLogprobs
 from stallfree_worker.engine.batching.batch import Batch, BatchLimits
@@ -43,7 +47,12 @@ class Scheduler:
         self._has_prefix_cache = has_prefix_cache
         self._queues = RequestQueues(order)
         self._plan: StepPlan | None = None
+        """The one in flight."""
         self._requests_of_plan: list[Request] = []
+        self._is_advanced = False
+        """Whether the tokens of the plan in flight are counted as computed."""
+        self._prepared: Batch | None = None
+        """The step after the one in flight."""
         self._ended_request_ids: list[RequestId] = []
         """Since the last plan: requests that the runner is to forget."""
         self._num_submitted = 0
@@ -120,30 +129,27 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The step that begins at `now`; None if there is nothing to compute. Costs nothing for requests that wait."""
         require(self._plan is None, "the step before has not been applied")
-        deadlines = [
-            request.next_token_due_at
-            for request in self._queues.running
-            if request.last_token_at is not None and request.is_decoding
-        ]
-        budget = self._budget.for_step(token_deadlines=deadlines, now=now)
-        batch = Batch(
-            queues=self._queues,
-            blocks=self._blocks,
-            budget=budget,
-            limits=self._limits,
-            ranking=self._queues.order.at(now, best_priority=self._queues.best_priority),
-        )
-        self._rule.compose(batch)
+        batch = self._take_prepared(now)
         self._plan = batch.plan(self._num_steps, ended_request_ids=tuple(self._ended_request_ids))
         if self._plan is None and not self._is_idle:
             raise IntegrityError(f"the rule left every request out: {self._needs_of_first()}")
         self._requests_of_plan = batch.requests
+        self._is_advanced = False
         if self._plan is not None:
             self._num_steps += 1
             self._ended_request_ids.clear()
         if self._plan is not None and batch.is_limited:
             self._budget.note_limited(self._plan.num_tokens)
         return self._plan
+
+    def prepare(self, expected_end: float) -> None:
+        """Composes the step after the one in flight, which will likely end at `expected_end`. Does nothing where that
+        one's draws may be postponed: then nobody knows what comes next."""
+        plan = self._plan
+        if plan is None or any(chunk.sampling.structured_output is not None for chunk in plan.chunks):
+            return
+        self._advance()
+        self._prepared = self._compose(expected_end)
 
     def apply(self, result: StepResult, now: float) -> tuple[EngineEvent, ...]:
         """Takes in what the planned step gave. `now` is the instant of its end. Events are in the order of the plan.
@@ -154,17 +160,21 @@ class Scheduler:
         plan = self._plan
         if plan is None or plan.step_id != result.step_id:
             raise IntegrityError(f"step {result.step_id} is not the one in flight")
+        self._advance()
         self._plan = None
+        if result.not_finite_request_ids and self._prepared is not None:
+            self._prepared.dismiss_admitted()
         events = []
         for request, chunk in zip(self._requests_of_plan, plan.chunks, strict=True):
             if request.is_cancelled:
-                self._blocks.free(request.request_id)
+                if request.prefix_hashes is not None and request.request_id in result.not_finite_request_ids:
+                    self._blocks.forget(request.prefix_hashes)
+                if request.request_id in self._blocks.owners:  # else it was preempted for the step after this one
+                    self._blocks.free(request.request_id)
                 continue
-            request.is_draw_postponed = request.request_id in result.postponed_request_ids
-            request.advance(len(chunk.token_ids) - request.is_draw_postponed, now)
-            if request.request_id not in result.not_finite_request_ids:
-                # all of the chunk: where a draw is postponed, the last token stands in the cache already
-                self._blocks.commit(request.request_id, chunk.num_computed_tokens + len(chunk.token_ids))
+            request.waits_since = now
+            if request.request_id in result.postponed_request_ids:
+                request.postpone_draw()
             event = self._take(request, chunk, result, now=now, plan=plan)
             if event is not None:
                 events.append(event)
@@ -175,7 +185,11 @@ class Scheduler:
         """Raises IntegrityError where a queue, a block or a request contradicts another."""
         self._queues.check_integrity()
         self._blocks.check_integrity()
-        leaving = [request for request in self._requests_of_plan if request.is_cancelled]
+        leaving = [
+            request
+            for request in self._requests_of_plan
+            if request.is_cancelled and request.request_id in self._blocks.owners
+        ]
         self._check_owners([*self._queues.running, *leaving])
         require(self._queues.num_running <= self._limits.max_num_seqs, "more requests run than may")
         require(self._plan is not None or not self._requests_of_plan, "requests of a step that is over")
@@ -183,6 +197,45 @@ class Scheduler:
     @property
     def _is_idle(self) -> bool:
         return self._queues.num_running == 0 and self._queues.num_waiting == 0
+
+    def _take_prepared(self, now: float) -> Batch:
+        """What `prepare` has composed, as far as it still holds; composed `now` where that is nothing."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            return self._compose(now)
+        prepared.leave_out_ended()
+        return prepared if prepared.requests else self._compose(now, preempted_ids=prepared.preempted_ids)
+
+    def _compose(self, now: float, *, preempted_ids: Sequence[RequestId] = ()) -> Batch:
+        """A batch for the step that begins at `now`. Tokens that are still pending count as drawn then."""
+        deadlines = [
+            now + request.new.tbt_target_seconds if request.is_token_pending else request.next_token_due_at
+            for request in self._queues.running
+            if request.is_decoding
+            and not request.wants_nothing_more
+            and (request.is_token_pending or request.last_token_at is not None)
+        ]
+        batch = Batch(
+            queues=self._queues,
+            blocks=self._blocks,
+            budget=self._budget.for_step(token_deadlines=deadlines, now=now),
+            limits=self._limits,
+            ranking=self._queues.order.at(now, best_priority=self._queues.best_priority),
+            preempted_ids=preempted_ids,
+        )
+        self._rule.compose(batch)
+        return batch
+
+    def _advance(self) -> None:
+        """Counts what the plan in flight computes as computed, once."""
+        plan = self._plan
+        if plan is None or self._is_advanced:
+            return
+        self._is_advanced = True
+        for request, chunk in zip(self._requests_of_plan, plan.chunks, strict=True):
+            if not request.is_cancelled:
+                request.advance(len(chunk.token_ids), draws=chunk.output_index is not None)
+                self._blocks.commit(request.request_id, chunk.num_computed_tokens + len(chunk.token_ids))
 
     def _present(self) -> Iterator[Request]:
         """All that have had a chunk, and of those that have not the longest waiting of each line."""
@@ -245,8 +298,9 @@ class Scheduler:
         return PrefixHashes(new.prompt_token_ids, block_size=block_size, salt=new.cache_salt)
 
     def _end(self, request: Request) -> None:
-        self._queues.remove(request.request_id)
-        self._blocks.free(request.request_id)
+        removed = self._queues.remove(request.request_id)
+        if removed is not None and removed[1]:  # one that was preempted for the step after this one holds nothing
+            self._blocks.free(request.request_id)
         self._note_end(request)
 
     def _note_end(self, request: Request) -> None:
@@ -260,5 +314,5 @@ class Scheduler:
             num_covered = self._blocks.num_covered_tokens(request_id)
             require(request.num_computed_tokens <= num_covered, f"{request_id}: computed tokens without a block")
             require(request.num_tokens_left > 0, f"{request_id}: runs with nothing to compute")
-            num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+            num_tokens = request.num_prompt_tokens + request.num_outputs
             require(request.num_tokens == num_tokens, f"{request_id}: its tokens are counted wrongly")

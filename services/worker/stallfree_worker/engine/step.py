@@ -5,6 +5,7 @@ All are immutable; live request objects never cross a boundary. The engine and t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -65,6 +66,11 @@ class BlockTable:
     blocks: tuple[int, ...]
     num_forgotten: int = 0
     """Blocks before `blocks[0]` that lay wholly behind the group's window and are given back."""
+    packed: bytes = field(init=False, repr=False, compare=False)
+    """`blocks` as 32-bit integers: a table goes into every step of its request, and rarely changes."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packed", array("i", self.blocks).tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +108,8 @@ class StepPlan:
     ended_request_ids: tuple[RequestId, ...] = ()
     """Requests with a structured output that ended in any way since the step before: the runner forgets them."""
     preempted_request_ids: tuple[RequestId, ...] = ()
-    """Requests that lost their blocks while this step was planned; none of them is in it."""
+    """Requests that lost their blocks while this step was planned. One of them may be in it, begun anew, where what it
+    gave way to has ended meanwhile."""
     num_recomputed_tokens: int = 0
     """Tokens of the chunks that had been computed before and were lost to a preemption."""
     num_prefix_query_tokens: int = 0

@@ -42,7 +42,7 @@ _LEAST_SECONDS = 1e-6
 _MAX_RATIO = 3.0
 """A step beyond this many times its prediction, or below its part, counts as if it were there."""
 _NUM_RATIOS = 128
-_LEAST_QUANTILE_RATIO = 1.05
+_LEAST_QUANTILE_RATIO = 1.1
 _MANY_RATIOS = 8
 """Enough of one kind of step for quantiles of its own."""
 _ERROR_SMOOTHING = 0.05

@@ -43,7 +43,7 @@ class WaitingQueue:
         for requests in self._lines.values():
             for request in requests.values():
                 yield request
-                if not request.was_preempted_since_last_token:
+                if not request.was_preempted:
                     break
 
     def append(self, request: Request) -> None:
@@ -80,7 +80,7 @@ class WaitingQueue:
             all(request.request_id in self._lines[self._order.line_of(request)] for request in waiting), "a wrong line"
         )
         for requests in self._lines.values():
-            new = [request for request in requests.values() if not request.was_preempted_since_last_token]
+            new = [request for request in requests.values() if not request.was_preempted]
             numbers = [request.arrival_number for request in new]
             require(numbers == sorted(numbers), "new requests of a line are not in order of arrival")
             require(new == list(requests.values())[len(requests) - len(new) :], "a preempted request is not in front")

@@ -1,11 +1,12 @@
 """One step's batch while a rule composes it: the moves that a rule has, and what they cost.
 
-Created by the scheduler for one step. It is the only place that admits and preempts.
+Created by the scheduler for one step. It is the only place that admits and preempts. It may be composed while the step
+before is being computed; what that step ends is left out when the batch is made into a plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from stallfree_shared.wire import RequestId
@@ -33,6 +34,28 @@ class BatchLimits:
     """Most tokens of one request, prompt and output together."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What one request has in the step."""
+
+    request: Request
+    num_tokens: int
+    context_tokens: int
+    """Tokens before these: of a decode, with its own."""
+    is_decode: bool
+    is_last: bool = False
+    """Whether a token is drawn after a prefill's chunk."""
+    num_scored_tokens: int = 0
+    num_recomputed_tokens: int = 0
+
+    def join(self, shape: StepShape) -> StepShape:
+        """`shape` with this part."""
+        if self.is_decode:
+            return shape.with_decode(self.context_tokens)
+        shape = shape.with_chunk(self.num_tokens, self.context_tokens, is_last=self.is_last)
+        return shape.with_rows(self.num_scored_tokens) if self.num_scored_tokens > 0 else shape
+
+
 class Batch:
     def __init__(
         self,
@@ -42,16 +65,20 @@ class Batch:
         budget: StepBudget,
         limits: BatchLimits,
         ranking: Ranking,
+        preempted_ids: Iterable[RequestId] = (),
     ) -> None:
+        """`preempted_ids` are those that a batch gave up before this one had preempted."""
         self.ranking = ranking
         self._queues = queues
         self._blocks = blocks
         self._budget = budget
         self._limits = limits
-        self._shape = StepShape(windows=blocks.layout.window_shares)
-        self._chunks: list[Chunk] = []
-        self._preempted_ids: list[RequestId] = []
-        self._num_recomputed_tokens = 0
+        self._empty_shape = StepShape(windows=blocks.layout.window_shares)
+        self._shape = self._empty_shape
+        self._parts: list[_Part] = []
+        self.preempted_ids = list(preempted_ids)
+        """Requests that lost their blocks for it."""
+        self._admitted: list[Request] = []
         self._num_prefix_query_tokens = 0
         self._num_prefix_hit_tokens = 0
         self._prefixes: dict[RequestId, CachedPrefix] = {}
@@ -59,7 +86,7 @@ class Batch:
         self._reserved: tuple[Request, int] | None = None
         """A begun prefill that has not had its turn, and the tokens that the others must leave it."""
         self.requests: list[Request] = []
-        """The request of every chunk, in the order of the chunks."""
+        """Those that are in the step, in the order of its chunks."""
         self.is_limited = False
         """Whether a prefill got fewer tokens than it has left."""
 
@@ -72,7 +99,7 @@ class Batch:
         return self._shape.num_tokens
 
     @property
-    def running(self) -> Iterable[Request]:
+    def running(self) -> Collection[Request]:
         return self._queues.running
 
     @property
@@ -93,10 +120,10 @@ class Batch:
     def decoding(self) -> list[Request]:
         """Running requests with one token left, so that the next is drawn in this step. Where memory may not do for all
         of them, those first that keep their blocks longest."""
-        decoding = [request for request in self._queues.running if request.is_decoding]
+        decoding = [request for request in self._queues.running if _draws_next(request)]
         if self._blocks.num_free_blocks >= len(decoding) * self._blocks.layout.num_groups:
             return decoding
-        return [request for request in self._keeping() if request.is_decoding]
+        return [request for request in self._keeping() if _draws_next(request)]
 
     def prefilling(self) -> list[Request]:
         """Running requests with prompt tokens, or tokens lost to a preemption, left to compute."""
@@ -116,7 +143,9 @@ class Batch:
     def is_being_spared(self, request: Request) -> bool:
         """Whether a running request, of no worse priority, is computing now what the waiting one needs next: waiting
         for it spares that. Who has waited too long already waits only for what is in this step."""
-        owner_id = self._blocks.computing_owner(request.readable_hashes, self._prefix_of(request), request.num_tokens)
+        owner_id = self._blocks.computing_owner(
+            request.readable_hashes, self._prefix_of(request), request.num_known_tokens
+        )
         owner = None if owner_id is None else self._queues.running_by_id(owner_id)
         if owner is None or owner.new.priority > request.new.priority:
             return False
@@ -129,8 +158,15 @@ class Batch:
         the last that the order keeps. The request itself is preempted only if it is that one.
         """
         if self._has_room_for_decode(request):
-            self._shape = self._shape.with_decode(request.num_tokens)
-            self._add(request, 1)
+            self._add(
+                _Part(
+                    request=request,
+                    num_tokens=1,
+                    context_tokens=request.num_tokens,
+                    is_decode=True,
+                    num_recomputed_tokens=request.num_recomputed_tokens(1),
+                )
+            )
 
     def reserve_share(self, request: Request) -> None:
         """Keeps a share of the prefill tokens for a begun prefill until `add_prefill` is called for it."""
@@ -163,8 +199,11 @@ class Batch:
         more; with the blocks and places of the running requests `without` besides.
 
         One block of each KV group per running request stays free, so that each of them can grow once before anyone is
-        preempted. A preempted request is under the same rule: it returns only when its whole recompute fits.
+        preempted. A preempted request is under the same rule: it returns only when its whole recompute fits, and all
+        its tokens are known.
         """
+        if request.is_token_pending:
+            return False
         num_running = self._queues.num_running - len(without)
         return num_running < self._limits.max_num_seqs and self._blocks.can_allocate(
             self._prefix_of(request),
@@ -189,6 +228,7 @@ class Batch:
         )
         self._prefixes.clear()
         self._queues.admit(request)
+        self._admitted.append(request)
         request.begin(prefix.num_computed_tokens)
 
     def admit_first(self, *, num_reserved_tokens: int = 0) -> Request | None:
@@ -216,21 +256,33 @@ class Batch:
         self.admit(request)
         return True
 
+    def dismiss_admitted(self) -> None:
+        """Sends back whom this batch has admitted, before anything of them is computed: what they were to read of the
+        prefix cache is not to be read."""
+        admitted = [one for one in self._admitted if self._queues.running_by_id(one.request_id) is one]
+        self._leave_out(admitted)
+        for request in admitted:
+            self._preempt(request)
+
+    def leave_out_ended(self) -> None:
+        """Leaves out the requests that have ended since they were added."""
+        self._leave_out([one for one in self.requests if self._queues.running_by_id(one.request_id) is not one])
+
     def plan(self, step_id: int, *, ended_request_ids: tuple[RequestId, ...] = ()) -> StepPlan | None:
-        """The composed step; None if it is empty."""
-        if not self._chunks:
+        """The composed step; None if it is empty. No token of it may be pending."""
+        if not self._parts:
             return None
         return StepPlan(
             step_id=step_id,
             ended_request_ids=ended_request_ids,
-            chunks=tuple(self._chunks),
+            chunks=tuple([self._chunk(part) for part in self._parts]),
             shape=self._shape,
             num_decode_tokens=self._shape.num_tokens - self._shape.num_prefill_tokens,
             num_prefill_tokens=self._shape.num_prefill_tokens,
-            preempted_request_ids=tuple(self._preempted_ids),
+            preempted_request_ids=tuple(self.preempted_ids),
             budget_seconds=self._budget.limit_seconds,
             budget_tokens=self._budget.limit_tokens,
-            num_recomputed_tokens=self._num_recomputed_tokens,
+            num_recomputed_tokens=sum([part.num_recomputed_tokens for part in self._parts]),
             num_prefix_query_tokens=self._num_prefix_query_tokens,
             num_prefix_hit_tokens=self._num_prefix_hit_tokens,
         )
@@ -254,7 +306,7 @@ class Batch:
     def _prefix_of(self, request: Request) -> CachedPrefix:
         prefix = self._prefixes.get(request.request_id)
         if prefix is None:
-            prefix = self._blocks.find_prefix(request.readable_hashes, request.num_tokens)
+            prefix = self._blocks.find_prefix(request.readable_hashes, request.num_known_tokens)
             self._prefixes[request.request_id] = prefix
         return prefix
 
@@ -263,7 +315,7 @@ class Batch:
         self._prefixes.clear()
         self._queues.preempt(victim)
         self._blocks.free(victim.request_id)
-        self._preempted_ids.append(victim.request_id)
+        self.preempted_ids.append(victim.request_id)
 
     def _num_tokens_that_fit(self, request: Request) -> int:
         num_computed = request.num_computed_tokens
@@ -294,18 +346,43 @@ class Batch:
         return self._shape.with_chunk(num_tokens, request.num_computed_tokens, is_last=False)
 
     def _add_chunk(self, request: Request, num_tokens: int) -> None:
-        is_last = num_tokens == request.num_tokens_left
         start = request.num_computed_tokens
         self._blocks.advance(request.request_id, start, start + num_tokens)
         self._prefixes.clear()
-        self._shape = self._shape.with_chunk(num_tokens, request.num_computed_tokens, is_last=is_last)
-        if (num_scored := request.num_scored_tokens(num_tokens)) > 0:
-            self._shape = self._shape.with_rows(num_scored)
-        self._add(request, num_tokens)
+        self._add(
+            _Part(
+                request=request,
+                num_tokens=num_tokens,
+                context_tokens=start,
+                is_decode=False,
+                is_last=num_tokens == request.num_tokens_left,
+                num_scored_tokens=request.num_scored_tokens(num_tokens),
+                num_recomputed_tokens=request.num_recomputed_tokens(num_tokens),
+            )
+        )
 
-    def _add(self, request: Request, num_tokens: int) -> None:
-        self._num_recomputed_tokens += request.num_recomputed_tokens(num_tokens)
-        tables = self._blocks.block_tables(request.request_id)
-        num_shared_tokens = self._blocks.num_shared_tokens(request.request_id)
-        self._chunks.append(request.next_chunk(num_tokens, tables, num_shared_tokens=num_shared_tokens))
-        self.requests.append(request)
+    def _add(self, part: _Part) -> None:
+        self._shape = part.join(self._shape)
+        self._parts.append(part)
+        self.requests.append(part.request)
+
+    def _leave_out(self, requests: Sequence[Request]) -> None:
+        if not requests:
+            return
+        self._parts = [part for part in self._parts if part.request not in requests]
+        self.requests = [part.request for part in self._parts]
+        self._shape = self._empty_shape
+        for part in self._parts:
+            self._shape = part.join(self._shape)
+
+    def _chunk(self, part: _Part) -> Chunk:
+        request_id = part.request.request_id
+        return part.request.next_chunk(
+            part.num_tokens,
+            self._blocks.block_tables(request_id),
+            num_shared_tokens=self._blocks.num_shared_tokens(request_id),
+        )
+
+
+def _draws_next(request: Request) -> bool:
+    return request.is_decoding and not request.wants_nothing_more

@@ -13,8 +13,8 @@ class FasterTransformerRule:
     takes_whole_prompts = True
 
     def compose(self, batch: Batch) -> None:
-        running = batch.decoding()
-        for request in running:
+        is_busy = bool(batch.running)
+        for request in batch.decoding():
             batch.add_decode(request)
-        while not running and (admitted := batch.admit_first(num_reserved_tokens=batch.max_model_len)) is not None:
+        while not is_busy and (admitted := batch.admit_first(num_reserved_tokens=batch.max_model_len)) is not None:
             batch.add_whole_prefill(admitted)
