@@ -48,6 +48,12 @@ COPY --from=dependencies /opt/venv /opt/venv
 COPY --from=code /opt/stallfree /opt/stallfree
 # OpenMP for the kernels: torch brings its own, not always under this name.
 COPY --from=code /usr/lib/*-linux-gnu/libgomp.so.1 /usr/local/lib/
+# torch compiles small kernels for GPUs at start, which takes a C compiler, of any version.
+ARG EXTRAS=gguf
+# hadolint ignore=DL3008
+RUN case "${EXTRAS}" in *gpu*) \
+      apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* ;; \
+    esac
 # And a folder for models that any user id may write, for those who run the image without a volume there.
 RUN ldconfig && install --directory --mode=1777 /cache
 # Nothing is written outside /tmp and /cache, so the root may be read-only, and any user id will do. LOGNAME names a

@@ -2,7 +2,8 @@
 
 Every contender is started, measured and ended once a round, each round beginning with another, so that whatever else
 the machine does meets all of them. Prefill: tokens of a prompt over the time to its one output token. Decode: tokens of
-all streams in the time that they take once all have begun.
+all streams in the time that they take once all have begun. What the machine could do at most is measured in every
+round too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Protocol
 
 from stallfree_loadtest.client import CompletionRequest, CompletionStream, Server
 from stallfree_loadtest.fleet import Configuration, Fleet
+from stallfree_loadtest.limits import Limits
 from stallfree_loadtest.live import LiveRequests, RequestFailedError
 from stallfree_loadtest.measures import Spread, spread
 from stallfree_loadtest.peers import OURS
@@ -26,6 +28,8 @@ from stallfree_loadtest.picture import Mark, Panel, Row, draw
 from stallfree_loadtest.prompts import Vocabulary
 from stallfree_loadtest.report import markdown_table, spread_text
 
+LIMIT = "limit"
+"""In place of a contender's name."""
 _REPEATED_PREFILLS = 3
 _WARM_UP_PROMPT_TOKENS, _WARM_UP_OUTPUT_TOKENS = 64, 4
 _LEAST_PREFILL_TOKENS_A_SECOND = 50
@@ -76,6 +80,14 @@ class BenchLoad:
         outputs = [self.most_output_tokens(count) for count in self.decode_streams]
         return max([*self.prefill_tokens, *[self.context_tokens + count for count in outputs]]) + 1
 
+    def limits(self, limits: Limits) -> Iterator[tuple[str, float]]:
+        """Of every measure the tokens a second that the machine could give at most."""
+        # while a stream is measured it grows
+        context_tokens = self.context_tokens + self.decode_tokens // 2
+        prefills = [limits.prefill_tokens_per_second(count) for count in self.prefill_tokens]
+        decodes = [limits.decode_tokens_per_second(count, context_tokens) for count in self.decode_streams]
+        return zip(self.measures, [*prefills, *decodes], strict=True)
+
     def most_output_tokens(self, num_streams: int) -> int:
         """The first streams go on while the last ones are still prefilled."""
         prefill_seconds = num_streams * self.context_tokens / _LEAST_PREFILL_TOKENS_A_SECOND
@@ -97,16 +109,24 @@ async def run_bench(
     *,
     rounds: int,
     on_run: Callable[[BenchRun], None],
+    find_limits: Callable[[], Awaitable[Limits]] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[BenchRun]:
-    """Measures every contender once a round. `on_run` gets each figure as it comes.
+    """Measures every contender once a round, and before them the machine's limits. `on_run` gets each figure as it
+    comes.
 
     Raises:
         ClusterError, NotIdleError, PageError, PeerError: a contender could not be started or asked.
+        LimitsError: what `find_limits` raises.
         RequestFailedError: a request failed.
     """
     runs: list[BenchRun] = []
     for round_number in range(1, rounds + 1):
+        if find_limits is not None:
+            for measure, limit in load.limits(await find_limits()):
+                run = BenchRun(contender=LIMIT, round_number=round_number, measure=measure, tokens_per_second=limit)
+                runs.append(run)
+                on_run(run)
         first = (round_number - 1) % len(contenders)
         for contender in (*contenders[first:], *contenders[:first]):
             async with contender.serving() as server:
@@ -187,10 +207,13 @@ def _num_tokens(streams: Sequence[CompletionStream]) -> int:
 
 
 def bench_report(runs: Sequence[BenchRun], load: BenchLoad) -> str:
-    """What was measured: a column for each contender, and what ours is to the best of the others."""
-    names = list(dict.fromkeys(run.contender for run in runs))
-    peers = [name for name in names if name != OURS]
-    headers = ["tokens a second", *names, *([f"{OURS} to the best other"] if peers else [])]
+    """What was measured: a column for each contender, what ours is to the best of the others, and to the limit."""
+    names = _names(runs)
+    peers = [name for name in names if name not in {OURS, LIMIT}]
+    has_limit = LIMIT in names
+    headers = ["tokens a second", *names]
+    headers += [f"{OURS} to the best other"] if peers else []
+    headers += [f"{OURS} to the {LIMIT}"] if has_limit else []
     rows = []
     for measure in load.measures:
         figures = {name: _figure(runs, name, measure) for name in names}
@@ -198,17 +221,24 @@ def bench_report(runs: Sequence[BenchRun], load: BenchLoad) -> str:
         if peers:
             best = max(peers, key=lambda name: figures[name].median)
             row.append(f"{figures[OURS].median / figures[best].median:.2f} x {best}")
+        if has_limit:
+            row.append(f"{figures[OURS].median / figures[LIMIT].median:.0%}")
         rows.append(row)
     told = (
         f"Prefill: a prompt alone. Decode: streams with a context of {load.context_tokens:,} tokens, "
         f"{load.decode_tokens} tokens each. Medians [least..most] of {max(run.round_number for run in runs)} rounds."
     )
+    if has_limit:
+        told += (
+            f" The {LIMIT} is what the machine could give: the larger of the time to read all weights, keys and values "
+            "at its memory's speed, and the time of all products at the speed of large ones, both measured each round."
+        )
     return f"{told}\n\n{markdown_table(headers, rows)}"
 
 
 def bench_picture(runs: Sequence[BenchRun], load: BenchLoad, *, title: str) -> str:
     """An SVG: a row for each measure, a dot for each contender."""
-    names = list(dict.fromkeys(run.contender for run in runs))
+    names = _names(runs)
     rows = []
     for measure in load.measures:
         figures = [_figure(runs, name, measure) for name in names]
@@ -218,6 +248,12 @@ def bench_picture(runs: Sequence[BenchRun], load: BenchLoad, *, title: str) -> s
         title="more is better", unit="tokens a second", series=tuple(names), rows=tuple(rows), is_logarithmic=True
     )
     return draw(title, (panel,), note=f"Through whole servers; {max(run.round_number for run in runs)} rounds.")
+
+
+def _names(runs: Sequence[BenchRun]) -> list[str]:
+    """Of all contenders, the limit last."""
+    names = dict.fromkeys(run.contender for run in runs)
+    return sorted(names, key=lambda name: name == LIMIT)
 
 
 def run_row(run: BenchRun) -> dict[str, object]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from stallfree_loadtest import ablation, bench, follow_report, stalls_report
 from stallfree_loadtest.ablation import AblationLoad, AblationRun, run_ablation
 from stallfree_loadtest.cluster import ClusterSettings
 from stallfree_loadtest.fleet import Fleet, NotIdleError, configuration
 from stallfree_loadtest.follow import FollowLoad, run_follow
+from stallfree_loadtest.limits import LimitsError, measure_limits
 from stallfree_loadtest.live import RequestFailedError
 from stallfree_loadtest.measures import Targets
 from stallfree_loadtest.options import HelpFormatter, add_prompt_options, count, listed, positive, writable_file
@@ -45,7 +47,7 @@ async def run_experiment(options: argparse.Namespace, *, say: Say) -> None:
     """
     try:
         await _EXPERIMENTS[options.command](options, say)
-    except (NotIdleError, PageError, PeerError, RequestFailedError) as error:
+    except (LimitsError, NotIdleError, PageError, PeerError, RequestFailedError) as error:
         raise ExperimentError(str(error)) from error
 
 
@@ -144,7 +146,13 @@ async def _bench(options: argparse.Namespace, say: Say) -> None:
 
     async with _fleet(options, max_model_len=load.max_model_len, say=say) as fleet:
         ours = bench.OwnCluster(fleet=fleet, configuration=configuration("sarathi:auto"))
-        await bench.run_bench([ours, *options.peer], load, rounds=options.rounds, on_run=on_run)
+        await bench.run_bench(
+            [ours, *options.peer],
+            load,
+            rounds=options.rounds,
+            on_run=on_run,
+            find_limits=partial(measure_limits, options.model) if options.limits else None,
+        )
     _write_report(options, bench.bench_report(runs, load), say)
     title = f"Prefill and decode: {options.model}, {num_cores()} cores"
     _write_picture(options, bench.bench_picture(runs, load, title=title))
@@ -306,6 +314,8 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--context-tokens", type=count(least=1), default=512, metavar="N", help="tokens in each stream's prompt")
     add("--decode-tokens", type=count(least=1), default=64, metavar="N", help="tokens that each stream gets while it "
         "is measured")  # fmt: skip
+    add("--limits", action=argparse.BooleanOptionalAction, default=True, help="measure too what the machine could do "
+        "at most, which takes our compiled kernels")  # fmt: skip
     add("--kv-cache-memory", default="2GiB", metavar="BYTES", help="memory of our worker for keys and values")
     add("--picture", type=writable_file, metavar="FILE", help="write an SVG of the result")
     parser.set_defaults(keep_warm=False)

@@ -10,8 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from stallfree_loadtest.bench import BenchLoad, BenchRun, OwnCluster, bench_picture, bench_report, run_bench, run_row
+from stallfree_loadtest.bench import (
+    LIMIT,
+    BenchLoad,
+    BenchRun,
+    OwnCluster,
+    bench_picture,
+    bench_report,
+    run_bench,
+    run_row,
+)
 from stallfree_loadtest.fleet import configuration
+from stallfree_loadtest.limits import Limits
 from stallfree_loadtest.live import RequestFailedError
 from stallfree_loadtest.peers import Peer, PeerError, peer
 from stallfree_loadtest.prompts import Vocabulary
@@ -110,6 +120,38 @@ def test_the_report_holds_ours_against_the_best_other_of_each_row() -> None:
     assert rows["prefill 300"] == ["1,000 [999..1,001]", "500 [499..501]", "700 [699..701]", "1.43 x quick"]
     assert rows["prefill 3,000"][-1] == "2.25 x slow"
     assert rows["decode x 4"][-1] == "0.50 x quick"
+
+
+def test_the_limit_is_a_column_of_its_own_and_no_peer() -> None:
+    report = bench_report([*runs_of(LIMIT, 1998, 998, 98, 998), *RUNS], LOAD)
+    header, _, first, *_ = [line for line in report.splitlines() if line.startswith("|")]
+    assert [cell.strip() for cell in header.split("|")[2:-1]] == [
+        *("stallfree", "slow", "quick", "limit", "stallfree to the best other", "stallfree to the limit")
+    ]
+    assert [cell.strip() for cell in first.split("|")[-4:-1]] == ["2,000 [1,999..2,001]", "1.43 x quick", "50%"]
+
+
+async def test_limits_are_measured_before_every_round() -> None:
+    limits = Limits(
+        bytes_per_second=1e9,
+        operations_per_second=1e10,
+        layer_weights=1000,
+        head_weights=500,
+        query_size=64,
+        kv_size=32,
+        windows=(None, 16),
+    )
+
+    async def find() -> Limits:
+        return limits
+
+    runs = await run_bench([double()], LOAD, rounds=1, on_run=lambda _: None, find_limits=find)
+    own = {run.measure: run.tokens_per_second for run in runs if run.contender == LIMIT}
+    assert list(own) == list(LOAD.measures)
+    # 300 tokens: 2 * 1000 * 300 + 2 * 500 + 4 * 64 * (300 * 301 / 2 + 16 * 17 / 2 + 284 * 16) operations
+    assert own["prefill 300"] == pytest.approx(300 / (13356864 / 1e10), rel=1e-3)
+    # a context of 30: 2 * (1500 + 4 * 2 * 32 * (30 + 16)) bytes
+    assert own["decode x 4"] == pytest.approx(4 / (26552 / 1e9), rel=1e-3)
 
 
 def test_without_peers_there_is_nothing_to_hold_against() -> None:

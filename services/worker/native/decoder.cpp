@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "draw.h"
 #include "matmul.h"
 #include "numbers.h"
 #include "team.h"
@@ -424,6 +425,36 @@ void stallfree_forward(const StallfreeDecoder* decoder, const StallfreeBatch* ba
                        int num_threads) {
   const auto run = decoder->is_bfloat16 ? forward<Bf16> : forward<float>;
   run(*decoder, *batch, hidden, scratch, num_threads);
+}
+
+// One token of each row [num_ids] of logits, by its temperature (0: the likeliest) and a share in [0, 1) that is drawn
+// evenly; -1 where the row has NaN, +inf or nothing but -inf.
+void stallfree_draw(const float* logits, int num_rows, int num_ids, const float* temperatures, const double* shares,
+                    std::int64_t* tokens, int num_threads) {
+  run_together(std::min(num_threads, num_rows), [&](Member& member) {
+    member.share(num_rows, [&](int row) {
+      tokens[row] = draw(logits + std::int64_t{row} * num_ids, num_ids, temperatures[row], shares[row]);
+    });
+  });
+}
+
+// Reads `num_bytes`, a multiple of 64, as fast as this machine can, and does nothing with them but this sum: what a
+// step that must read as many bytes cannot be faster than.
+std::int64_t stallfree_read(const char* memory, std::int64_t num_bytes, int num_threads) {
+  constexpr int kLine = 64, kAhead = 32;
+  std::atomic<std::int64_t> sum{0};
+  run_together(num_threads, [&](Member& member) {
+    const std::int64_t num_lines = num_bytes / kLine;
+    const std::int64_t begin = num_lines * member.index / member.num_threads;
+    const std::int64_t end = num_lines * (member.index + 1) / member.num_threads;
+    __m512i total = _mm512_setzero_si512();
+    for (std::int64_t line = begin; line < end; ++line) {
+      _mm_prefetch(memory + (line + kAhead) * kLine, _MM_HINT_T0);
+      total = _mm512_add_epi64(total, _mm512_loadu_si512(memory + line * kLine));
+    }
+    sum += _mm512_reduce_add_epi64(total);
+  });
+  return sum;
 }
 
 void stallfree_logits(const StallfreeDecoder* decoder, const float* hidden, const std::int64_t* rows, int num_rows,

@@ -18,7 +18,10 @@ namespace stallfree {
 constexpr int kMostRows = 8;   // of one pass
 constexpr int kMostTiles = 4;  // of one pass
 constexpr int kPassStride = kMostTiles * kWidth;
-constexpr int kPrefetchLanes = 24;
+// So far ahead that memory keeps up while eight rows are multiplied, and into the second cache only: the first one's few
+// outstanding misses are left to what is loaded now.
+constexpr int kPrefetchLanes = 32;
+constexpr _mm_hint kPrefetchHint = _MM_HINT_T1;
 
 // The tiles of one pass: tile `t` of segment `s` begins at `base[s] + t * tile_stride`, in bytes. A product may run over
 // several segments, as along the blocks of a sequence.
@@ -52,7 +55,7 @@ void multiply_pass(const char* x, std::ptrdiff_t x_stride, const Tiles& tiles, f
         for (int t = 0; t < TILES; ++t) {
           const char* from = base + t * tiles.tile_stride + k * 64;
           weights[t] = _mm512_loadu_si512(from);
-          _mm_prefetch(from + ahead, _MM_HINT_T0);
+          _mm_prefetch(from + ahead, kPrefetchHint);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
@@ -119,7 +122,7 @@ struct Matrix {
 inline void widen(const char* from, char* to, std::ptrdiff_t num_lanes) {
   for (std::ptrdiff_t lane = 0; lane < num_lanes; ++lane) {
     const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + lane * 32));
-    _mm_prefetch(from + lane * 32 + kPrefetchLanes * 64, _MM_HINT_T0);
+    _mm_prefetch(from + lane * 32 + kPrefetchLanes * 64, kPrefetchHint);
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
     const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
     _mm512_storeu_si512(to + lane * 64, (__m512i)_mm512_cvtne2ps_pbh(high, low));

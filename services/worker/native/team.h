@@ -84,6 +84,47 @@ class Member {
   int turn_ = 0;
 };
 
+// Keeps a thread on a core of its own for one call, where the call has as many threads as this process has cores. Else the
+// system may put two of them on one core when it makes room for another process, and all wait for milliseconds.
+class Pin {
+ public:
+  Pin(int index, int num_threads) : is_pinned_(CPU_COUNT(&own_cores()) == num_threads) {
+    if (!is_pinned_) {
+      return;
+    }
+    int core = -1;
+    for (int left = index; left >= 0; left -= CPU_ISSET(core, &own_cores()) ? 1 : 0) {
+      ++core;
+    }
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(core, &only);
+    sched_setaffinity(0, sizeof only, &only);
+  }
+  ~Pin() {
+    if (is_pinned_) {
+      sched_setaffinity(0, sizeof(cpu_set_t), &own_cores());
+    }
+  }
+  Pin(const Pin&) = delete;
+  Pin& operator=(const Pin&) = delete;
+
+ private:
+  // As they were at the first call. None, where there are more than a set can hold.
+  static const cpu_set_t& own_cores() {
+    static const cpu_set_t cores = [] {
+      cpu_set_t found;
+      if (sched_getaffinity(0, sizeof found, &found) != 0) {
+        CPU_ZERO(&found);
+      }
+      return found;
+    }();
+    return cores;
+  }
+
+  const bool is_pinned_;
+};
+
 // Calls `work(member)` in up to `num_threads` threads, fewer where OpenMP is told to have fewer.
 template <class Work>
 void run_together(int num_threads, Work&& work) {
@@ -93,6 +134,7 @@ void run_together(int num_threads, Work&& work) {
 #pragma omp single
     shared.barrier.expect(omp_get_num_threads());
     Member member(shared, omp_get_thread_num(), omp_get_num_threads());
+    const Pin pin(member.index, member.num_threads);
     work(member);
   }
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from stallfree_shared.errors import ErrorInfo
 from stallfree_shared.wire import FinishReason, RequestId, SamplingParams, TokenLogprobs
 from stallfree_worker.engine.engine import Engine
+from stallfree_worker.engine.execution import ThreadExecution
 from stallfree_worker.engine.step import EngineEvent, NewRequest, Runner
 from stallfree_worker.settings import SchedulerSettings
 from tests.worker.engine.bench import MovingBudget
@@ -48,11 +49,24 @@ class Answer:
 class ArrivalsDriver:
     """One engine. `first_budget` is the token budget of the first step, where it is to differ from all others."""
 
-    def __init__(self, runner: Runner, *, token_budget: int = WHOLE, first_budget: int | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        token_budget: int = WHOLE,
+        first_budget: int | None = None,
+        overlaps: bool = False,
+    ) -> None:
         self._num_blocks = runner.num_blocks
         self._token_budget = token_budget
         self._budget = MovingBudget(first_budget or token_budget)
-        self.engine = Engine(SchedulerSettings(), runner, itertools.count().__next__, budget=self._budget)
+        self.engine = Engine(
+            SchedulerSettings(),
+            runner,
+            itertools.count().__next__,
+            budget=self._budget,
+            execution=ThreadExecution(runner) if overlaps else None,
+        )
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
 

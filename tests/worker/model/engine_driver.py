@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from stallfree_shared.wire import RequestId, SamplingParams
 from stallfree_worker.engine.engine import Engine
+from stallfree_worker.engine.execution import ThreadExecution
 from stallfree_worker.engine.step import KVGroup, NewRequest, Runner, StepPlan, StepResult
 from stallfree_worker.settings import BatchingName, SchedulerSettings
 from tests.worker.engine.bench import MovingBudget
@@ -58,6 +59,7 @@ class EngineDriver:
         first_budget: int | None = None,
         batching: BatchingName = "sarathi",
         has_prefix_cache: bool = True,
+        overlaps: bool = False,
     ) -> None:
         self._budget = MovingBudget(first_budget or token_budget)
         self._token_budget = token_budget
@@ -68,6 +70,7 @@ class EngineDriver:
             itertools.count().__next__,
             budget=self._budget,
             has_prefix_cache=has_prefix_cache,
+            execution=ThreadExecution(runner) if overlaps else None,
         )
         self.num_preemptions = 0
         self.num_cached_tokens = 0

@@ -32,7 +32,7 @@ def flash_attn_varlen_func(
     assert k.shape[1] % 256 == 0
     _check_lengths(cu_seqlens_k, len(block_table) + 1)
     lengths = cu_seqlens_k.diff()
-    assert max_seqlen_k == int(lengths.max())
+    assert max_seqlen_k >= int(lengths.max())
     return _attend(
         q, k, v, cu_seqlens_q, max_seqlen_q, lengths, block_table, softmax_scale, causal, window_size, softcap
     )
@@ -124,17 +124,18 @@ def _attend(
     assert k_cache.shape[3] == head_dim
     assert num_heads % k_cache.shape[2] == 0
     assert all(one.stride(-1) == 1 and one.dtype == q.dtype for one in (q, k_cache, v_cache))
-    assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+    assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
     assert causal
     assert scale is not None
-    rows = []
+    out = torch.full_like(q, float("nan"))  # rows that belong to no sequence are left as memory has them
     for index, table in enumerate(tables):
-        own = q[cu_seqlens_q[index] : cu_seqlens_q[index + 1]]
+        rows = slice(int(cu_seqlens_q[index]), int(cu_seqlens_q[index + 1]))
+        own = q[rows]
         length = int(seqlens_k[index])
         blocks = table[: -(-length // k_cache.shape[1])].long()
         keys, values = (cache[blocks].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
-        rows.append(_attend_one(own, keys, values, scale, window_size, softcap))
-    return torch.cat(rows)
+        out[rows] = _attend_one(own, keys, values, scale, window_size, softcap)
+    return out
 
 
 def _attend_one(

@@ -105,15 +105,17 @@ def check_order(
         assert_same(answer, alone[name], (order, steps, name))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("seed", range(3))
 def test_b25_any_order_started_up_to_three_steps_apart_gives_what_each_gives_alone(
-    seed: int, runner: Runner, kinds: Mapping[str, Arrival], alone: Mapping[str, Answer]
+    seed: int, runner: Runner, kinds: Mapping[str, Arrival], alone: Mapping[str, Answer], *, overlaps: bool
 ) -> None:
     rng = random.Random(seed)
     for _ in range(12):
         order = tuple(rng.sample(sorted(kinds), k=len(kinds)))
         steps = tuple(rng.randint(0, 3) for _ in order)
-        check_order(order, steps, ArrivalsDriver(runner, token_budget=rng.choice((16, 40, 300))), kinds, alone)
+        driver = ArrivalsDriver(runner, token_budget=rng.choice((16, 40, 300)), overlaps=overlaps)
+        check_order(order, steps, driver, kinds, alone)
 
 
 def test_b25_every_kind_before_and_after_every_other(
@@ -176,15 +178,17 @@ def test_a44_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch_of_sixteen
         assert_same(ArrivalsDriver(runner, token_budget=48).run(batch)[place], expected, place)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("token_budget", [4, 512])
 def test_b05_penalties_and_seeds_go_on_after_a_preemption_as_if_there_had_been_none(
-    token_budget: int, tiny_model: Callable[[str], LoadedModel]
+    token_budget: int, tiny_model: Callable[[str], LoadedModel], *, overlaps: bool
 ) -> None:
     """On a model with one KV group, so that a pool of 8 blocks holds 128 tokens."""
     runner = tiny_model("llama").runner
     older = Arrival(prompt=make_prompt(33, seed=1), sampling=params(max_tokens=60, temperature=0.0, ignore_eos=True))
     one = Arrival(prompt=make_prompt(40, seed=2), sampling=params(**EVERYTHING))
-    driver = ArrivalsDriver(SmallPool(runner=runner, num_blocks=8), token_budget=token_budget, first_budget=512)
+    pool = SmallPool(runner=runner, num_blocks=8)
+    driver = ArrivalsDriver(pool, token_budget=token_budget, first_budget=512, overlaps=overlaps)
     answers = driver.run([older, one])
     assert driver.num_preemptions > 0
     assert_same(answers[1], answer_alone(runner, one), token_budget)

@@ -117,15 +117,16 @@ def grows_for_ever(runner: Runner) -> bool:
     return any(group.window_tokens is None for group in runner.kv_groups)
 
 
-def driver_of(runner: Runner, budget: int, num_blocks: int | None = None) -> EngineDriver:
+def driver_of(runner: Runner, budget: int, num_blocks: int | None = None, *, overlaps: bool = False) -> EngineDriver:
     """In a tight pool the first step has a budget that admits all who fit: with a budget of 1 no two requests would
     ever run at once, and so none would be preempted."""
     if num_blocks is None:
-        return EngineDriver(runner, token_budget=budget)
+        return EngineDriver(runner, token_budget=budget, overlaps=overlaps)
     pool = SmallPool(runner=runner, num_blocks=num_blocks)
-    return EngineDriver(pool, token_budget=budget, first_budget=WHOLE)
+    return EngineDriver(pool, token_budget=budget, first_budget=WHOLE, overlaps=overlaps)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(("family", "budget", "pool"), whole_matrix(TELLING))
 def test_b10_b12_prompts_in_one_hybrid_batch_give_the_tokens_of_generate(
     family: str,
@@ -133,9 +134,11 @@ def test_b10_b12_prompts_in_one_hybrid_batch_give_the_tokens_of_generate(
     pool: str,
     tiny_model: Callable[[str], LoadedModel],
     expected: Callable[[str], list[list[int]]],
+    *,
+    overlaps: bool,
 ) -> None:
     runner = tiny_model(family).runner
-    driver = driver_of(runner, budget, tight_blocks(runner) if pool == "tight" else None)
+    driver = driver_of(runner, budget, tight_blocks(runner) if pool == "tight" else None, overlaps=overlaps)
     outputs = driver.generate([PROMPTS[index] for index in LONGEST_FIRST], num_tokens=NUM_TOKENS)
     assert outputs == [expected(family)[index] for index in LONGEST_FIRST]
     assert (driver.num_preemptions > 0) == (pool == "tight") or not grows_for_ever(runner)
@@ -223,6 +226,7 @@ def test_b12_two_hundred_tokens_past_the_window_stay_right(
     assert driver.num_cached_tokens >= sum(len(talk) - 16 for talk in talks), "outputs are not found again"
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(
     ("family", "rule", "pool"),
     [
@@ -237,12 +241,14 @@ def test_every_batching_rule_gives_the_tokens_of_generate_computed_and_cached(
     tiny_model: Callable[[str], LoadedModel],
     reference: Callable[[str], Reference],
     expected: Callable[[str], list[list[int]]],
+    *,
+    overlaps: bool,
 ) -> None:
     """Prompts that are new, repeated, and half repeated, with room for all and with room for few."""
     runner = tiny_model(family).runner
     if pool == "tight":
         runner = SmallPool(runner=runner, num_blocks=small_pool_of(runner, family, rule))
-    driver = EngineDriver(runner, token_budget=48, batching=rule)
+    driver = EngineDriver(runner, token_budget=48, batching=rule, overlaps=overlaps)
     assert driver.generate(PROMPTS, num_tokens=NUM_TOKENS) == expected(family)
     halves = [[*prompt[: len(prompt) // 2], *make_prompt(20, seed=8)] for prompt in PROMPTS]
     outputs = driver.generate([*halves, *PROMPTS], num_tokens=NUM_TOKENS)

@@ -20,10 +20,12 @@ from stallfree_worker.model.checkpoint import Checkpoint
 from stallfree_worker.model.cpu.decoder import CpuDecoder
 from stallfree_worker.model.cpu.decoder import reason_against as reason_against_cpu
 from stallfree_worker.model.cpu.packed import PackedMatrix
+from stallfree_worker.model.cuda_graphs import GraphedDecoder, graph_sizes
 from stallfree_worker.model.decoder import Decoder, TorchDecoder
 from stallfree_worker.model.errors import ModelLoadError
 from stallfree_worker.model.families import DecoderConfig
 from stallfree_worker.model.linear import Linear
+from stallfree_worker.model.operations import PLAIN, Operations, fused_operations
 from stallfree_worker.model.weights import WeightTarget, load_weights
 from stallfree_worker.settings import WorkerSettings
 
@@ -39,6 +41,7 @@ class Model:
     device: torch.device
     dtype: torch.dtype
     num_head_rows: int
+    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,12 @@ def choose_backend(model: Model, settings: WorkerSettings) -> Backend:
 
 
 def _in_plain_torch(model: Model, settings: WorkerSettings) -> Backend:
-    return _in_torch(model, ReferenceAttention(), name="reference", block_size=settings.block_size or _BLOCK_SIZE)
+    block_size = settings.block_size or _BLOCK_SIZE
+
+    def load(checkpoint: Checkpoint) -> Decoder:
+        return _load_in_torch(model, checkpoint, ReferenceAttention())
+
+    return Backend(name="reference", block_size=block_size, load_decoder=load)
 
 
 def _quantized(model: Model, settings: WorkerSettings) -> Backend:
@@ -119,12 +127,20 @@ def _with_flash_attention(model: Model, settings: WorkerSettings) -> Backend | s
             f"--block-size {block_size} is no multiple of {multiple}, which this generation of flash-attn asks for; "
             "leave it out, or take --attention-backend reference"
         )
-    return _in_torch(model, attention, name="flash_attn", block_size=block_size)
 
-
-def _in_torch(model: Model, attention: AttentionBackend, *, name: str, block_size: int) -> Backend:
     def load(checkpoint: Checkpoint) -> Decoder:
-        target = WeightTarget(model.device, model.dtype, model.num_head_rows, Linear)
-        return TorchDecoder(model.config, load_weights(checkpoint, model.config, target), attention)
+        decoder = _load_in_torch(model, checkpoint, attention, operations=fused_operations())
+        if not settings.cuda_graphs:
+            return decoder
+        sizes = graph_sizes(max_num_seqs=settings.max_num_seqs, max_step_tokens=settings.max_step_tokens)
+        return GraphedDecoder(decoder, sizes, max_model_len=model.max_model_len)
 
-    return Backend(name=name, block_size=block_size, load_decoder=load)
+    return Backend(name="flash_attn", block_size=block_size, load_decoder=load)
+
+
+def _load_in_torch(
+    model: Model, checkpoint: Checkpoint, attention: AttentionBackend, operations: Operations = PLAIN
+) -> TorchDecoder:
+    target = WeightTarget(model.device, model.dtype, model.num_head_rows, Linear)
+    weights = load_weights(checkpoint, model.config, target)
+    return TorchDecoder(model.config, weights, attention, operations)

@@ -18,7 +18,8 @@ from stallfree_worker.model.families import DecoderConfig, LayerConfig
 from stallfree_worker.model.kv_cache import KVCache
 from stallfree_worker.model.kv_groups import group_layers
 from stallfree_worker.model.linear import Linear
-from stallfree_worker.model.rope import RotaryEmbedding, rotate
+from stallfree_worker.model.operations import PLAIN, Operations
+from stallfree_worker.model.rope import RotaryEmbedding
 from stallfree_worker.model.weights import DecoderWeights, LayerWeights
 
 
@@ -27,6 +28,10 @@ class Decoder(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    def prepare(self, cache: KVCache) -> None:
+        """Does once what steps on this cache would else have to do. Called before the first of them."""
+        ...
 
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
         """Writes the step's keys and values to the cache → the last layer's output, [num_tokens, hidden_size]."""
@@ -40,13 +45,20 @@ class Decoder(Protocol):
 class TorchDecoder:
     """Holds weights, and no state between steps: what a step leaves behind is in the KV cache."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights[Linear], attention: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights[Linear],
+        attention: AttentionBackend,
+        operations: Operations = PLAIN,
+    ) -> None:
         self._config = config
+        self._operations = operations
         self._weights = weights
         self._attention = attention
         places = group_layers([layer.window_tokens for layer in config.layers]).places
         self._layers = [
-            _Layer(config, layer, layer_weights, group=place.group)
+            _Layer(config, layer, layer_weights, operations, group=place.group)
             for layer, layer_weights, place in zip(config.layers, weights.layers, places, strict=True)
         ]
         # Gemma was trained with the scale rounded to the dtype of its weights.
@@ -60,6 +72,9 @@ class TorchDecoder:
     @property
     def device(self) -> torch.device:
         return self._weights.embedding.device
+
+    def prepare(self, cache: KVCache) -> None:
+        """There is nothing to do."""
 
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
         if inputs.fresh_blocks is not None:
@@ -75,7 +90,8 @@ class TorchDecoder:
         return hidden
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        normed = _norm(hidden.index_select(0, rows), self._weights.final_norm, self._config.norm_eps)
+        chosen = hidden.index_select(0, rows)
+        normed = self._operations.norm(chosen, self._weights.final_norm, self._config.norm_eps)
         logits = self._weights.head(normed)
         cap = self._config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -84,7 +100,15 @@ class TorchDecoder:
 class _Layer:
     """One layer, before and after its attention."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, weights: LayerWeights[Linear], *, group: int) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: LayerConfig,
+        weights: LayerWeights[Linear],
+        operations: Operations,
+        *,
+        group: int,
+    ) -> None:
         self.rope = layer.rope
         self.attention_rule = AttentionRule(
             scale=config.attention_scale,
@@ -94,40 +118,22 @@ class _Layer:
         )
         self._config = config
         self._weights = weights
+        self._operations = operations
 
     def project(self, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [num_tokens, hidden_size] → q, k, v [num_tokens, heads of each, head_dim], q and k rotated."""
         config, weights = self._config, self._weights
         num_rotated = config.num_heads + config.num_kv_heads
-        projected = weights.qkv(_norm(hidden, weights.input_norm, config.norm_eps))
+        projected = weights.qkv(self._operations.norm(hidden, weights.input_norm, config.norm_eps))
         heads = projected.view(len(hidden), -1, config.head_dim)
-        qk, v = heads[:, :num_rotated].float(), heads[:, num_rotated:]
-        if weights.qk_norm is not None:
-            qk = F.rms_norm(qk, (config.head_dim,), eps=config.norm_eps) * weights.qk_norm
-        qk = rotate(qk, angles).to(hidden.dtype)
+        qk, v = heads[:, :num_rotated], heads[:, num_rotated:]
+        qk = self._operations.norm_and_rotate(qk, weights.qk_norm, config.norm_eps, *angles)
         return qk[:, : config.num_heads], qk[:, config.num_heads :], v
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Adds what attention gave, [num_tokens, num_heads, head_dim], and the MLP to the residual stream."""
-        config, weights = self._config, self._weights
-        update = weights.output(attended.flatten(1))
-        if weights.attention_post_norm is not None:
-            update = _norm(update, weights.attention_post_norm, config.norm_eps)
-        hidden = hidden + update
-        update = self._mlp(_norm(hidden, weights.mlp_norm, config.norm_eps))
-        if weights.mlp_post_norm is not None:
-            update = _norm(update, weights.mlp_post_norm, config.norm_eps)
-        return hidden + update
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        gate, up = self._weights.gate_up(x).chunk(2, dim=-1)
-        active = F.silu(gate) if self._config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return self._weights.down(active * up)
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in float32; the result has the dtype of `x`.
-
-    In bfloat16, Gemma's own code does just that; that of the other families rounds once more, before the weight.
-    """
-    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+        weights, operations, eps = self._weights, self._operations, self._config.norm_eps
+        hidden = operations.add_norm(hidden, weights.output(attended.flatten(1)), weights.attention_post_norm, eps)
+        gate_up = weights.gate_up(operations.norm(hidden, weights.mlp_norm, eps))
+        update = weights.down(operations.gated(gate_up, self._config.activation))
+        return operations.add_norm(hidden, update, weights.mlp_post_norm, eps)

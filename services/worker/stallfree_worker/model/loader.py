@@ -39,7 +39,7 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
     device = _device(settings)
     with Checkpoint(path) as checkpoint:
         dtype = _dtype(settings, folder.config, checkpoint, device)
-        model = Model(config=config, device=device, dtype=dtype, num_head_rows=vocab_size)
+        model = Model(config=config, device=device, dtype=dtype, num_head_rows=vocab_size, max_model_len=max_model_len)
         backend = choose_backend(model, settings)
         decoder = backend.load_decoder(checkpoint)
     eos_token_ids = folder.eos_token_ids(vocab_size)
@@ -53,6 +53,7 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
     )
     outputs = StructuredOutputs(vocabulary, decoder.device, num_threads=max(2, min(8, usable_cores() // 2)))
     runner = _make_runner(decoder, cache_shape, settings, limits=limits, structured_outputs=outputs)
+    runner.prepare()
     _logger.info(
         "model loaded",
         extra={
@@ -75,6 +76,7 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
         ),
         tokenizer_path=folder.tokenizer_path,
         kv_cache_bytes=runner.num_blocks * cache_shape.block_bytes,
+        leaves_host_free=device.type != "cpu" or torch.get_num_threads() < usable_cores(),
     )
 
 
@@ -105,13 +107,14 @@ def _make_runner(
         return runner_within(int(settings.kv_cache_memory))
     if decoder.device.type == "cpu":
         return runner_within(DEFAULT_CPU_CACHE_BYTES)
-    # The largest step tells what weights and activations need; its own cache is counted with them and given back.
+    # The largest step tells what weights and activations need; its own cache is counted with them and given back. What
+    # recorded passes need besides is little, and left to the share that is not used.
     step_blocks = shape.blocks_of_step(settings.max_step_tokens)
     torch.cuda.reset_peak_memory_stats(decoder.device)
     runner_within(step_blocks * shape.block_bytes).compute_largest_step(
         settings.max_step_tokens, num_requests=settings.max_num_seqs
     )
-    needed_bytes = torch.cuda.max_memory_allocated(decoder.device) - step_blocks * shape.block_bytes
+    needed_bytes = torch.cuda.max_memory_reserved(decoder.device) - step_blocks * shape.block_bytes
     torch.cuda.empty_cache()
     total_bytes = torch.cuda.get_device_properties(decoder.device).total_memory
     return runner_within(int(total_bytes * settings.gpu_memory_utilization) - needed_bytes)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from stallfree_worker.engine.step import TokenHistory
 from stallfree_worker.model.draw import Draw
+from stallfree_worker.model.transfers import to_device
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _Column = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -68,8 +69,8 @@ def _cells(logits: Tensor, draws: Sequence[Draw], column_of: Callable[[Draw], _C
     ids, values = (np.concatenate(parts) for parts in zip(*columns.values(), strict=True))
     device = logits.device
     return _Cells(
-        index=(torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device)),
-        values=torch.from_numpy(values).to(device),
+        index=(to_device(rows, device), to_device(ids, device)),
+        values=to_device(values, device),
     )
 
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from stallfree_shared.wire import MAX_LOGPROBS, RequestId, TokenLogprobs
 from stallfree_worker.engine.step import Chunk
+from stallfree_worker.model.transfers import to_device
 
 _ROWS_AT_ONCE = 64
 """Bounds memory: a row has up to 262,144 columns of 4 bytes, and is held twice."""
@@ -77,7 +78,7 @@ class _Asked:
 def _score(logits: Tensor, asked: Sequence[_Asked]) -> list[TokenLogprobs | None]:
     """logits [len(asked), num_ids] → an answer per row; None where it has NaN, +inf or nothing but -inf."""
     logprobs = logits.float().log_softmax(-1)
-    tokens = torch.tensor([one.token_id for one in asked], device=logits.device)
+    tokens = to_device(np.array([one.token_id for one in asked]), logits.device)
     own = logprobs.gather(1, tokens[:, None]).squeeze(1).tolist()
     is_finite = logits.amax(-1).isfinite().tolist()
     tops = _tops(logprobs, max(one.num_top for one in asked))

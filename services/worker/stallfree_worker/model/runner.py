@@ -40,6 +40,11 @@ class ModelRunner:
         self._limits = limits
         self._structured_outputs = structured_outputs
 
+    def prepare(self) -> None:
+        """Does once what steps would else have to do. Must be called before the first of them, but for
+        `compute_largest_step` on a GPU."""
+        self._decoder.prepare(self._cache)
+
     @property
     def num_blocks(self) -> int:
         return self._cache.num_blocks
@@ -71,7 +76,7 @@ class ModelRunner:
         inputs = make_batch_inputs(plan, self._cache, device=self._decoder.device)
         hidden = self._decoder.forward(inputs, self._cache)
         prompts = self._score_prompts(hidden, inputs)
-        logits = self._decoder.logits(hidden, inputs.logit_rows)
+        logits = self._decoder.logits(hidden, inputs.logit_rows) if inputs.sampled else hidden.new_empty(0, 0)
         masks = self._structured_outputs.finish(inputs.sampled)
         tokens = (
             draw_tokens(logits, [self._draw_of(chunk, masks) for chunk in inputs.sampled]) if inputs.sampled else []

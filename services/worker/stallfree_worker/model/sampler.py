@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stallfree_shared.wire import SamplingParams
+from stallfree_worker.model.cpu.draws import can_draw, draw_plainly
 from stallfree_worker.model.draw import Draw
 from stallfree_worker.model.logit_adjustments import adjust_logits
+from stallfree_worker.model.transfers import to_device
 
 _ROWS_AT_ONCE = 16
 """Rows are independent, so working on some at a time only bounds memory: a row has up to 262,144 columns."""
@@ -34,19 +37,48 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
 
     None where the row has NaN, +inf or nothing but -inf, as the model gave it or after `logit_adjustments`.
     """
-    best, tokens = _find_best(logits)
-    greedy = [row for row, draw in enumerate(draws) if draw.is_greedy and draw.adjusts_logits]
-    sampled = [row for row, draw in enumerate(draws) if not draw.is_greedy]
+    has_kernel = logits.device.type == "cpu" and logits.dtype == torch.float32 and can_draw()
+    tokens = _draw_all_plainly(logits, draws) if has_kernel else _draw_greedy(logits, draws)
+    is_sound = tokens != _NOTHING
+    is_done = _is_plain if has_kernel else _is_plainly_greedy
+    others = [row for row, draw in enumerate(draws) if not is_done(draw)]
+    greedy = [row for row in others if draws[row].is_greedy]
+    sampled = [row for row in others if not draws[row].is_greedy]
     for rows, draw_some in ((greedy, _draw_greedy), (sampled, _draw_sampled)):
         for start in range(0, len(rows), _ROWS_AT_ONCE):
             some = rows[start : start + _ROWS_AT_ONCE]
-            index = torch.tensor(some, device=logits.device)
+            index = to_device(np.array(some), logits.device)
             own = logits.index_select(0, index).float()  # a copy
             own_draws = [draws[row] for row in some]
             adjust_logits(own, own_draws)
             tokens[index] = draw_some(own, own_draws)
-    tokens = torch.where(best.isfinite(), tokens, _NOTHING)
+    if others:
+        tokens = torch.where(is_sound, tokens, _NOTHING)
     return [None if token == _NOTHING else token for token in tokens.tolist()]
+
+
+def _is_plainly_greedy(draw: Draw) -> bool:
+    return draw.is_greedy and not draw.adjusts_logits
+
+
+def _is_plain(draw: Draw) -> bool:
+    """Whether the row is drawn from as it is, by its temperature alone."""
+    return not draw.adjusts_logits and (draw.is_greedy or not (draw.sampling.min_p or _has_nucleus(draw)))
+
+
+def _draw_all_plainly(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """By the compiled kernel. Rows that are not plain are given their likeliest token."""
+    is_random = [_is_plain(draw) and not draw.is_greedy for draw in draws]
+    return draw_plainly(
+        logits.contiguous(),
+        [draw.sampling.temperature if random else 0.0 for draw, random in zip(draws, is_random, strict=True)],
+        [_share(draw) if random else 0.0 for draw, random in zip(draws, is_random, strict=True)],
+    )
+
+
+def _share(draw: Draw) -> float:
+    """Where in its distribution the draw looks."""
+    return uniform(draw.sampling.seed, draw.output_index)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -61,7 +93,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _draw_greedy(logits: Tensor, draws: list[Draw]) -> Tensor:
+def _draw_greedy(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """logits float32 [num_rows, num_ids] → int64 [num_rows]."""
     del draws
     best, tokens = _find_best(logits)
@@ -84,8 +116,8 @@ def _draw_sampled(logits: Tensor, draws: list[Draw]) -> Tensor:
     weights = _probabilities(logits, best, draws)
     if any(draw.sampling.min_p or _has_nucleus(draw) for draw in draws):
         weights.masked_fill_(weights < _least_kept_weight(weights, draws)[:, None], 0.0)
-    uniforms = _column([uniform(draw.sampling.seed, draw.output_index) for draw in draws], logits.device)
-    return torch.where(best.isfinite(), _find(weights, uniforms[:, None]), _NOTHING).squeeze(-1)
+    shares = _column([_share(draw) for draw in draws], logits.device)
+    return torch.where(best.isfinite(), _find(weights, shares[:, None]), _NOTHING).squeeze(-1)
 
 
 def _find(weights: Tensor, shares: Tensor) -> Tensor:
@@ -139,7 +171,7 @@ def _least_kept_weight(weights: Tensor, draws: list[Draw]) -> Tensor:
     least = _column([draw.sampling.min_p for draw in draws], weights.device).float() * largest
     rows = [row for row, draw in enumerate(draws) if _has_nucleus(draw)]
     if rows:
-        index = torch.tensor(rows, device=weights.device)
+        index = to_device(np.array(rows), weights.device)
         nucleus = _nucleus_least([draws[row].sampling for row in rows], weights[index])
         least[index] = least[index].maximum(nucleus)
     return least.minimum(largest)
@@ -163,7 +195,7 @@ def _nucleus_of_head(params: list[SamplingParams], weights: Tensor, width: int) 
     """The least weight kept by top-k and top-p, looking at each row's `width` largest; and whether that was enough."""
     num_ids = weights.shape[-1]
     head = weights.topk(width, dim=-1).values
-    limits = torch.tensor([min(param.top_k or num_ids, num_ids) for param in params], device=weights.device)
+    limits = to_device(np.array([min(param.top_k or num_ids, num_ids) for param in params]), weights.device)
     kth = head.gather(1, limits.clamp(max=width)[:, None] - 1)
     has_top_k = (limits < num_ids)[:, None]
     is_in_top_k = ~has_top_k | (head >= kth)
@@ -179,4 +211,4 @@ def _nucleus_of_head(params: list[SamplingParams], weights: Tensor, width: int) 
 
 
 def _column(values: list[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)
+    return to_device(np.array(values, dtype=np.float64), device)

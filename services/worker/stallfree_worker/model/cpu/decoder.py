@@ -68,10 +68,18 @@ class CpuDecoder:
         self._cache: KVCache | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
+    def prepare(self, cache: KVCache) -> None:
+        """Tells the kernels where the cache is."""
+        for index, layer in enumerate(self._layers):
+            keys, values = cache.layer(index)
+            layer.keys, layer.values = _address(keys), _address(values)
+            layer.group = cache.layers.places[index].group
+        self._cache = cache
+
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
         """See `Decoder`; the output is float32."""
         if cache is not self._cache:
-            self._bind(cache)
+            raise ValueError("this cache is not the one that was prepared last")
         if inputs.fresh_blocks is not None:
             cache.clear(inputs.fresh_blocks)
         num_tokens = len(inputs.token_ids)
@@ -116,13 +124,6 @@ class CpuDecoder:
             self._num_threads,
         )
         return logits
-
-    def _bind(self, cache: KVCache) -> None:
-        for index, layer in enumerate(self._layers):
-            keys, values = cache.layer(index)
-            layer.keys, layer.values = _address(keys), _address(values)
-            layer.group = cache.layers.places[index].group
-        self._cache = cache
 
     def _scratch_for(self, num_tokens: int) -> int:
         num_bytes = self._library.stallfree_scratch_bytes(self._struct, num_tokens, self._num_threads)

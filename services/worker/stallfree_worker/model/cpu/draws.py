@@ -1,0 +1,36 @@
+"""Draws by the compiled kernels, straight from the rows of logits: nothing is copied, and no row waits for another."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stallfree_worker.model.cpu import library
+
+
+@functools.cache
+def can_draw() -> bool:
+    return library.reason_against(torch.float32) is None
+
+
+def draw_plainly(logits: Tensor, temperatures: Sequence[float], shares: Sequence[float]) -> Tensor:
+    """logits float32 [num_rows, num_ids], contiguous → int64 [num_rows]: of each row the likeliest id where its
+    temperature is 0, else the one at which the running sum of its distribution passes `shares`, in [0, 1); -1 where the
+    row has NaN, +inf or nothing but -inf."""
+    num_rows, num_ids = logits.shape
+    own_temperatures, own_shares = np.array(temperatures, dtype=np.float32), np.array(shares, dtype=np.float64)
+    tokens = torch.empty(num_rows, dtype=torch.int64)
+    library.load_library().stallfree_draw(
+        logits.data_ptr(),
+        num_rows,
+        num_ids,
+        own_temperatures.ctypes.data,
+        own_shares.ctypes.data,
+        tokens.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return tokens

@@ -1,0 +1,98 @@
+"""What this machine's CPU can do at most, and what a model asks of it.
+
+    python -m stallfree_worker.model.limits --model MODEL [--threads N]
+
+Prints one JSON object: how fast memory is read and how fast large products in bfloat16 are, both measured now, and how
+much of either a step of the model takes at the least. The speed experiment of the load test holds figures against it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation uses
+
+from stallfree_worker.model.card import ModelFolder
+from stallfree_worker.model.cores import usable_cores
+from stallfree_worker.model.cpu import library
+from stallfree_worker.model.families import DecoderConfig, read_decoder_config
+from stallfree_worker.model.source import model_folder
+from stallfree_worker.settings import ModelSettings
+
+_READ_BYTES = 512 * 1024 * 1024
+_SIDE = 2048
+_SECONDS = 1.5
+"""Of each measurement: long enough to see the machine as it is, and its best moments."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="as the worker takes it")
+    parser.add_argument("--threads", type=int, default=0, help="0: one per usable core")
+    options = parser.parse_args(arguments)
+    reason = library.reason_against(torch.bfloat16)
+    if reason is not None:
+        sys.stderr.write(f"the compiled kernels are needed: {reason}\n")
+        return 1
+    num_threads = options.threads or usable_cores()
+    settings = ModelSettings.model_validate({"model": options.model})
+    folder = ModelFolder.read(model_folder(settings))
+    config = read_decoder_config(folder.config)
+    found = {
+        "bytes_per_second": measure_read(num_threads),
+        "operations_per_second": measure_products(num_threads),
+        **work_of(config, num_head_rows=min(folder.num_tokenizer_ids(), config.vocab_size)),
+    }
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 0
+
+
+def work_of(config: DecoderConfig, *, num_head_rows: int) -> dict[str, object]:
+    """Weights that every token is multiplied with, those of the output layer, and what attention depends on."""
+    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    per_layer = config.hidden_size * (heads + 3 * config.intermediate_size)
+    return {
+        "layer_weights": len(config.layers) * per_layer,
+        "head_weights": num_head_rows * config.hidden_size,
+        "query_size": config.num_heads * config.head_dim,
+        "kv_size": config.num_kv_heads * config.head_dim,
+        "windows": [layer.window_tokens for layer in config.layers],
+    }
+
+
+def measure_read(num_threads: int, num_bytes: int | None = None, *, seconds: float | None = None) -> float:
+    """Bytes a second, the upper decile of many reads."""
+    num_bytes = num_bytes or _READ_BYTES
+    memory = torch.ones(num_bytes, dtype=torch.uint8)
+    read = library.load_library().stallfree_read
+    return num_bytes / _fast_seconds(lambda: read(memory.data_ptr(), num_bytes, num_threads), seconds)
+
+
+def measure_products(num_threads: int, side: int = _SIDE, *, seconds: float | None = None) -> float:
+    """Operations a second in a square product of bfloat16 by torch, the upper decile of many."""
+    torch.set_num_threads(num_threads)
+    one, other = (torch.randn(side, side, dtype=torch.bfloat16) for _ in range(2))
+    with torch.inference_mode():
+        return 2 * side**3 / _fast_seconds(lambda: F.linear(one, other), seconds)
+
+
+def _fast_seconds(work: Callable[[], object], seconds: float | None) -> float:
+    """A limit is what the machine can do when nobody is in the way."""
+    work()
+    times: list[float] = []
+    until = time.perf_counter() + (seconds or _SECONDS)
+    while time.perf_counter() < until or len(times) < 2:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.quantiles(times, n=10, method="inclusive")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
