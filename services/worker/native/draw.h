@@ -4,46 +4,74 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 #include "numbers.h"
 
 namespace stallfree {
 
-constexpr std::int64_t kNoToken = -1;  // where a row has NaN, +inf or nothing but -inf
+constexpr std::int64_t kNoToken = -1;
+constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// Calls `see(first, values)` for every vector of a row; what lies behind its end is -inf.
-template <class See>
-void for_vectors(const float* row, int begin, int end, See&& see) {
-  int id = begin;
-  for (; id + kWidth <= end; id += kWidth) {
-    see(id, _mm512_loadu_ps(row + id));
-  }
-  if (id < end) {
-    const auto rest = static_cast<__mmask16>((1u << (end - id)) - 1);
-    see(id, _mm512_mask_loadu_ps(_mm512_set1_ps(-std::numeric_limits<float>::infinity()), rest, row + id));
-  }
-}
+// A row, and which of its ids may be drawn.
+struct Logits {
+  const float* values;
+  int num_ids;
+  const char* allowed;  // a bit for each id, or null: all
 
-// The largest of a row, or NaN where there is one.
-inline float largest(const float* row, int num_ids) {
-  __m512 best = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  __mmask16 has_nan = 0;
-  for_vectors(row, 0, num_ids, [&](int, __m512 values) {
-    has_nan |= _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+  // Calls `see(first, values)` for every vector from `begin`, a multiple of 16, to `end`. What is not allowed, or lies
+  // behind the end, is -inf.
+  template <class See>
+  void for_vectors(int begin, int end, See&& see) const {
+    const __m512 never = _mm512_set1_ps(kNever);
+    for (int id = begin; id < end; id += kWidth) {
+      __mmask16 lanes = 0xffff;
+      if (allowed != nullptr) {
+        std::memcpy(&lanes, allowed + id / 8, sizeof lanes);
+      }
+      if (end - id < kWidth) {
+        lanes &= static_cast<__mmask16>((1u << (end - id)) - 1);
+      }
+      see(id, _mm512_mask_loadu_ps(never, lanes, values + id));
+    }
+  }
+};
+
+// The largest that is allowed. NaN where the row has one, allowed or not: then its model has gone wrong; and so for +inf.
+inline float largest(const Logits& logits) {
+  __m512 best = _mm512_set1_ps(kNever);
+  __mmask16 is_unsound = 0;
+  const __m512 infinite = _mm512_set1_ps(std::numeric_limits<float>::infinity());
+  const Logits all{logits.values, logits.num_ids, nullptr};
+  all.for_vectors(0, all.num_ids, [&](int, __m512 values) {
+    is_unsound |= _mm512_cmp_ps_mask(values, infinite, _CMP_NLT_UQ);
     best = _mm512_max_ps(best, values);
   });
-  return has_nan ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(best);
+  if (is_unsound) {
+    return std::numeric_limits<float>::quiet_NaN();
+  }
+  if (logits.allowed != nullptr) {
+    best = _mm512_set1_ps(kNever);
+    logits.for_vectors(0, logits.num_ids, [&](int, __m512 values) { best = _mm512_max_ps(best, values); });
+  }
+  return _mm512_reduce_max_ps(best);
 }
 
 // The lowest id that has this value.
-inline std::int64_t first_with(const float* row, int num_ids, float value) {
+inline std::int64_t first_with(const Logits& logits, float value) {
+  constexpr int kStep = 64 * kWidth;
   const __m512 wanted = _mm512_set1_ps(value);
-  for (int id = 0; id < num_ids; id += kWidth) {
-    const auto rest = static_cast<__mmask16>(num_ids - id < kWidth ? (1u << (num_ids - id)) - 1 : 0xffff);
-    const __mmask16 found = _mm512_mask_cmp_ps_mask(rest, _mm512_maskz_loadu_ps(rest, row + id), wanted, _CMP_EQ_OQ);
-    if (found) {
-      return id + __builtin_ctz(found);
+  for (int begin = 0; begin < logits.num_ids; begin += kStep) {
+    std::int64_t found = kNoToken;
+    logits.for_vectors(begin, std::min(begin + kStep, logits.num_ids), [&](int first, __m512 values) {
+      const __mmask16 equal = _mm512_cmp_ps_mask(values, wanted, _CMP_EQ_OQ);
+      if (equal && found == kNoToken) {
+        found = first + __builtin_ctz(equal);
+      }
+    });
+    if (found != kNoToken) {
+      return found;
     }
   }
   return kNoToken;
@@ -51,23 +79,23 @@ inline std::int64_t first_with(const float* row, int num_ids, float value) {
 
 // The id whose weight carries the sum of the weights exp((logit - best) / temperature) past `share`, in [0, 1), of them
 // all. First the block of ids, then the id in it, so that no running sum over all ids is kept.
-inline std::int64_t at_share(const float* row, int num_ids, float best, float temperature, double share) {
-  constexpr int kBlock = 1024;
+inline std::int64_t at_share(const Logits& logits, float best, float temperature, double share) {
+  constexpr int kBlock = 64 * kWidth;
   const __m512 top = _mm512_set1_ps(best), per = _mm512_set1_ps(1 / temperature);
   const auto weight = [=](__m512 values) { return exponential(_mm512_mul_ps(_mm512_sub_ps(values, top), per)); };
   const auto sum_of = [&](int begin) {
     __m512 sum = _mm512_setzero_ps();
-    for_vectors(row, begin, std::min(begin + kBlock, num_ids),
-                [&](int, __m512 values) { sum = _mm512_add_ps(sum, weight(values)); });
+    logits.for_vectors(begin, std::min(begin + kBlock, logits.num_ids),
+                       [&](int, __m512 values) { sum = _mm512_add_ps(sum, weight(values)); });
     return static_cast<double>(_mm512_reduce_add_ps(sum));
   };
   double total = 0;
-  for (int begin = 0; begin < num_ids; begin += kBlock) {
+  for (int begin = 0; begin < logits.num_ids; begin += kBlock) {
     total += sum_of(begin);
   }
   double left = share * total;
   int block = 0;
-  for (int begin = 0; begin < num_ids; begin += kBlock) {
+  for (int begin = 0; begin < logits.num_ids; begin += kBlock) {
     const double sum = sum_of(begin);
     if (sum > 0) {  // else nothing in it can be drawn
       block = begin;
@@ -80,7 +108,7 @@ inline std::int64_t at_share(const float* row, int num_ids, float best, float te
   std::int64_t token = kNoToken;
   bool is_found = false;
   alignas(64) float weights[kWidth];
-  for_vectors(row, block, std::min(block + kBlock, num_ids), [&](int first, __m512 values) {
+  logits.for_vectors(block, std::min(block + kBlock, logits.num_ids), [&](int first, __m512 values) {
     if (is_found) {
       return;
     }
@@ -97,12 +125,12 @@ inline std::int64_t at_share(const float* row, int num_ids, float best, float te
 }
 
 // `temperature` 0 draws the likeliest, of equal ones that with the lowest id.
-inline std::int64_t draw(const float* row, int num_ids, float temperature, double share) {
-  const float best = largest(row, num_ids);
+inline std::int64_t draw(const Logits& logits, float temperature, double share) {
+  const float best = largest(logits);
   if (!std::isfinite(best)) {
     return kNoToken;
   }
-  return temperature == 0 ? first_with(row, num_ids, best) : at_share(row, num_ids, best, temperature, share);
+  return temperature == 0 ? first_with(logits, best) : at_share(logits, best, temperature, share);
 }
 
 }  // namespace stallfree

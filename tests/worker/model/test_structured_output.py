@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from stallfree_shared.wire import RequestId, SamplingParams, StructuredOutput
 from stallfree_worker.engine.step import BlockTable, Chunk, StepPlan, TokenHistory
 from stallfree_worker.model.grammar_masks import GrammarVocabulary
+from stallfree_worker.model.id_masks import unpack
 from stallfree_worker.model.structured_output import PATIENCE_SECONDS, StepMasks, StructuredOutputs
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.support.waiting import wait_until_sync
@@ -94,7 +95,8 @@ def masks_of(outputs: StructuredOutputs, *chunks: Chunk) -> StepMasks:
 
 
 def allowed(masks: StepMasks, name: str = "r") -> set[int]:
-    return set(torch.nonzero(~masks.forbidden_by_request[RequestId(name)]).flatten().tolist())
+    allowed = unpack(masks.allowed_by_request[RequestId(name)], num_ids=VOCAB_SIZE)
+    return set(torch.nonzero(allowed).flatten().tolist())
 
 
 def random_text(outputs: StructuredOutputs, output: StructuredOutput, seed: int) -> list[int]:
@@ -188,7 +190,7 @@ def test_ids_beyond_the_logits_are_never_asked_for(tiny_folder: Callable[[str], 
     path = tiny_folder("llama") / "tokenizer.json"
     outputs = StructuredOutputs(load_vocabulary(path, eos_token_ids=frozenset({EOS, 310}), num_ids=300), CPU)
     masks = masks_of(outputs, chunk(StructuredOutput(kind="regex", definition="(?s:.*)")))
-    assert masks.forbidden_by_request[RequestId("r")].shape == (300,)
+    assert masks.allowed_by_request[RequestId("r")].shape == (10,)
     assert max(allowed(masks)) < 300
     assert EOS in allowed(masks)
 
@@ -220,7 +222,7 @@ def test_an_id_may_be_used_again_for_another_grammar(outputs: StructuredOutputs)
 def test_requests_without_a_structured_output_are_no_business_of_it(outputs: StructuredOutputs) -> None:
     assert masks_of(outputs, chunk(None)) == StepMasks()
     masks = masks_of(outputs, chunk(None, name="free"), chunk(DIGITS))
-    assert masks.forbidden_by_request.keys() == {"r"}
+    assert masks.allowed_by_request.keys() == {"r"}
 
 
 def test_a_grammar_is_compiled_while_the_prompt_is_computed(outputs: StructuredOutputs) -> None:
@@ -271,7 +273,7 @@ def test_the_next_mask_is_begun_by_the_draw(outputs: StructuredOutputs) -> None:
     following = chunk(DIGITS, [token])
 
     def is_known() -> bool:  # with no `begin` for it
-        return RequestId("r") in outputs.finish([following]).forbidden_by_request
+        return RequestId("r") in outputs.finish([following]).allowed_by_request
 
     wait_until_sync(is_known, timeout_seconds=10)
 
@@ -291,9 +293,9 @@ def test_a_mask_keeps_no_other_alive(outputs: StructuredOutputs) -> None:
     chunks = [chunk(DIGITS, name=name) for name in ("a", "b", "c")]
     digit = min(allowed(masks_of(outputs, *chunks), "a"))
     for number, masks in enumerate([masks_of(outputs, *chunks), masks_of(outputs, *_with(chunks, digit))]):
-        assert len(masks.forbidden_by_request) == 3, number
-        for forbidden in masks.forbidden_by_request.values():
-            assert forbidden.untyped_storage().nbytes() == VOCAB_SIZE
+        assert len(masks.allowed_by_request) == 3, number
+        for mask in masks.allowed_by_request.values():
+            assert mask.untyped_storage().nbytes() == 4 * -(-VOCAB_SIZE // 32)
 
 
 def test_a_grammar_that_takes_too_long_fails_its_request_alone(vocabulary: GrammarVocabulary) -> None:

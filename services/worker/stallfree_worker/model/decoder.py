@@ -19,7 +19,7 @@ from stallfree_worker.model.kv_cache import KVCache
 from stallfree_worker.model.kv_groups import group_layers
 from stallfree_worker.model.linear import Linear
 from stallfree_worker.model.operations import PLAIN, Operations
-from stallfree_worker.model.rope import RotaryEmbedding
+from stallfree_worker.model.rope import RotaryEmbeddings
 from stallfree_worker.model.weights import DecoderWeights, LayerWeights
 
 
@@ -64,10 +64,8 @@ class TorchDecoder:
         # Gemma was trained with the scale rounded to the dtype of its weights.
         scale = 1.0 if config.embedding_scale is None else config.embedding_scale
         self._embedding_scale = torch.tensor(scale, dtype=weights.embedding.dtype, device=self.device)
-        self._ropes = {
-            layer.rope: RotaryEmbedding(layer.rope, head_dim=config.head_dim, device=self.device)
-            for layer in config.layers
-        }
+        self._rope_configs = list(dict.fromkeys(layer.rope for layer in config.layers))
+        self._ropes = RotaryEmbeddings(self._rope_configs, head_dim=config.head_dim, device=self.device)
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +78,7 @@ class TorchDecoder:
         if inputs.fresh_blocks is not None:
             cache.clear(inputs.fresh_blocks)
         hidden = F.embedding(inputs.token_ids, self._weights.embedding) * self._embedding_scale
-        angles = {rope: embedding.angles(inputs.positions) for rope, embedding in self._ropes.items()}
+        angles = dict(zip(self._rope_configs, self._ropes.angles(inputs.positions), strict=True))
         slots = inputs.slot_mapping.unbind(0)
         attend = self._attention.prepare(inputs.sequences)
         for index, layer in enumerate(self._layers):

@@ -20,8 +20,8 @@ class Draw:
     """What penalties look back at; None where there are none."""
     banned_token_ids: frozenset[int] = frozenset()
     """Ids that this draw must not give: those that would end a request before its `min_tokens`."""
-    forbidden: Tensor | None = None  # bool [num_ids], on the device of the logits
-    """Ids that a structured output does not allow next; None where there is none."""
+    allowed: Tensor | None = None  # see `id_masks`, on the device of the logits
+    """Ids that a structured output allows next; None where there is none."""
 
     @property
     def is_greedy(self) -> bool:
@@ -29,7 +29,7 @@ class Draw:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether `logit_adjustments` has anything to do for this row."""
+        """Whether `logit_adjustments` has anything to do for this row besides what is not allowed."""
         sampling = self.sampling
         return bool(
             sampling.presence_penalty
@@ -37,5 +37,4 @@ class Draw:
             or sampling.repetition_penalty != 1
             or sampling.logit_bias
             or self.banned_token_ids
-            or self.forbidden is not None
         )

@@ -6,6 +6,7 @@ Asks the llguidance library, which works without the interpreter's lock. Knows n
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Sequence
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from stallfree_shared.grammars import LIMITS, make_grammar
 from stallfree_shared.wire import StructuredOutput
+from stallfree_worker.model.id_masks import WORD_BITS, mask_of
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GrammarVocabulary:
     """What grammars know of the model's tokens."""
 
@@ -34,6 +36,10 @@ class GrammarVocabulary:
     """Columns of the logits: no id from there on can be drawn."""
     eos_token_ids: frozenset[int]
     """Those that can be drawn; may be empty."""
+
+    @functools.cached_property
+    def all_ids(self) -> NDArray[np.int32]:
+        return mask_of(range(self.num_ids), num_ids=self.num_ids)
 
     @classmethod
     def load(
@@ -90,7 +96,7 @@ class Mask:
 
     text: tuple[int, ...]
     """The output token ids that it follows."""
-    forbidden: Tensor  # bool [num_ids], on the host
+    allowed: Tensor  # see `id_masks`, on the host
     can_only_end: bool
     """Nothing may follow but an end-of-sequence id, or, where the model has none, whatever is drawn."""
     failure: str | None
@@ -110,35 +116,36 @@ def compute_masks(
         ValueError: see `TextMatcher.advance`.
     """
     matchers = [matcher.advance(text, vocabulary) for matcher, text in tasks]
-    bits = np.zeros((len(tasks), -(-vocabulary.tokenizer.vocab_size // 32)), dtype=np.int32)
+    words = np.zeros((len(tasks), -(-vocabulary.tokenizer.vocab_size // WORD_BITS)), dtype=np.int32)
     sound = [(matcher, row) for row, matcher in enumerate(matchers) if not matcher.is_error()]
     if sound:
-        fill_next_token_bitmask_par(executor, sound, bits)
-    is_allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : vocabulary.num_ids].view(bool)
-    can_only_end = _settle_ends(is_allowed, [matcher.ignore_eos for matcher, _ in tasks], vocabulary.eos_token_ids)
-    # Each row has memory of its own: whoever keeps its mask for long keeps no other's.
-    forbidden = [torch.from_numpy(~row) for row in is_allowed]
-    if is_pinned:
-        forbidden = [row.pin_memory() for row in forbidden]
-    return [
-        Mask(text=text, forbidden=row, can_only_end=bool(end), failure=_failure(matcher))
-        for (_, text), matcher, row, end in zip(tasks, matchers, forbidden, can_only_end, strict=True)
-    ]
+        fill_next_token_bitmask_par(executor, sound, words)
+    ends = mask_of(vocabulary.eos_token_ids, num_ids=vocabulary.num_ids)
+    masks = []
+    for (matcher, text), library, row in zip(tasks, matchers, words, strict=True):
+        # a copy: whoever keeps its mask for long keeps no other's
+        allowed = row[: len(ends)] & vocabulary.all_ids
+        can_only_end = _settle_ends(allowed, ends, ignore_eos=matcher.ignore_eos)
+        tensor = torch.from_numpy(allowed)
+        masks.append(
+            Mask(
+                text=text,
+                allowed=tensor.pin_memory() if is_pinned else tensor,
+                can_only_end=can_only_end,
+                failure=_failure(library),
+            )
+        )
+    return masks
 
 
-def _settle_ends(
-    is_allowed: NDArray[np.bool_], ignore_eos: Sequence[bool], eos_token_ids: frozenset[int]
-) -> NDArray[np.bool_]:
-    """Which rows of `is_allowed`, [num_rows, num_ids], can only end. Such a row is left an id to draw; any other that
-    ignores the end-of-sequence ids loses them."""
-    ends = sorted(eos_token_ids)
-    may_end = is_allowed[:, ends]
-    is_allowed[:, ends] = False
-    can_only_end: NDArray[np.bool_] = np.logical_not(is_allowed.any(axis=1))
-    goes_on = ~can_only_end & np.array(ignore_eos, dtype=bool)
-    is_allowed[:, ends] = may_end & ~goes_on[:, None]
-    if not ends:
-        is_allowed[can_only_end, 0] = True
+def _settle_ends(allowed: NDArray[np.int32], ends: NDArray[np.int32], *, ignore_eos: bool) -> bool:
+    """Whether a text can only end, by the mask of what may follow it and that of the end-of-sequence ids. It is left an
+    id to draw then; any other text that ignores the end-of-sequence ids loses them."""
+    can_only_end = not (allowed & ~ends).any()
+    if can_only_end and not ends.any():
+        allowed[0] |= 1
+    if ignore_eos and not can_only_end:
+        allowed &= ~ends
     return can_only_end
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from stallfree_worker.engine.step import TokenHistory
 from stallfree_worker.model.draw import Draw
+from stallfree_worker.model.id_masks import unpack
 from stallfree_worker.model.transfers import to_device
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -48,8 +49,8 @@ def adjust_logits(logits: Tensor, draws: Sequence[Draw]) -> None:
     if (banned := _cells(logits, draws, _bans)) is not None:
         logits[banned.index] = banned.values
     for row, draw in zip(logits, draws, strict=True):
-        if draw.forbidden is not None:
-            row.masked_fill_(draw.forbidden, -math.inf)
+        if draw.allowed is not None:
+            row.masked_fill_(~unpack(draw.allowed, num_ids=len(row)), -math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

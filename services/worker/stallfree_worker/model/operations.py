@@ -35,7 +35,7 @@ def add_norm(hidden: Tensor, update: Tensor, post_weight: Tensor | None, eps: fl
 
 def norm_and_rotate(heads: Tensor, weight: Tensor | None, eps: float, cosine: Tensor, signed_sine: Tensor) -> Tensor:
     """Queries and keys [num_tokens, num_heads, head_dim]: normed per head where there is a weight, and turned by the
-    angles of `RotaryEmbedding.angles`, in float32."""
+    angles of `RotaryEmbeddings.angles`, in float32."""
     turned = heads.float()
     if weight is not None:
         turned = F.rms_norm(turned, turned.shape[-1:], eps=eps) * weight

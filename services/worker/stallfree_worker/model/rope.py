@@ -8,6 +8,7 @@ longest context.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -148,22 +149,27 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
     return 1.0 / (rope.factor * wave_bases) * (1 - kept_share) + 1.0 / wave_bases * kept_share
 
 
-class RotaryEmbedding:
-    """Angles of one rope rule."""
+class RotaryEmbeddings:
+    """Angles of all rope rules of a model, in one go: a decode's few tokens cost less than the calls."""
 
-    def __init__(self, rope: RopeConfig, *, head_dim: int, device: torch.device) -> None:
-        self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(device)
-        self._attention_factor = rope.attention_factor
-
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine for `rotate`, float32 [num_tokens, 1, head_dim] each."""
-        cosine, sine = self.half_angles(positions)
-        return torch.cat((cosine, cosine), dim=-1)[:, None], torch.cat((-sine, sine), dim=-1)[:, None]
+    def __init__(self, ropes: Sequence[RopeConfig], *, head_dim: int, device: torch.device) -> None:
+        self._inverse_frequencies = torch.stack([inverse_frequencies(rope, head_dim) for rope in ropes])[:, None].to(
+            device
+        )
+        factors = [rope.attention_factor for rope in ropes]
+        self._factors = torch.tensor(factors, device=device)[:, None, None] if set(factors) != {1.0} else None
 
     def half_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each pair of dimensions, float32 [num_tokens, head_dim / 2] each."""
+        """Cosine and sine of each pair of dimensions, float32 [num_ropes, num_tokens, head_dim / 2] each."""
         angles = positions[:, None].float() * self._inverse_frequencies
-        return angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        cosines, sines = angles.cos(), angles.sin()
+        return (cosines, sines) if self._factors is None else (cosines * self._factors, sines * self._factors)
+
+    def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Of each rope cosine and signed sine for `rotate`, float32 [num_tokens, 1, head_dim] each."""
+        cosines, sines = self.half_angles(positions)
+        whole = torch.cat((cosines, cosines), dim=-1)[:, :, None], torch.cat((-sines, sines), dim=-1)[:, :, None]
+        return list(zip(*whole, strict=True))
 
 
 def rotate(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

@@ -111,7 +111,7 @@ class ModelRunner:
             output_index=output_index,
             history=chunk.history,
             banned_token_ids=self.eos_token_ids | sampling.stop_token_ids if ends_too_early else frozenset(),
-            forbidden=masks.forbidden_by_request.get(chunk.request_id),
+            allowed=masks.allowed_by_request.get(chunk.request_id),
         )
 
     def compute_largest_step(self, num_tokens: int, *, num_requests: int) -> None:

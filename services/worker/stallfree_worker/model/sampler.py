@@ -58,21 +58,22 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
 
 
 def _is_plainly_greedy(draw: Draw) -> bool:
-    return draw.is_greedy and not draw.adjusts_logits
+    return draw.is_greedy and not draw.adjusts_logits and draw.allowed is None
 
 
 def _is_plain(draw: Draw) -> bool:
-    """Whether the row is drawn from as it is, by its temperature alone."""
+    """Whether the row is drawn from by its temperature and what is allowed alone."""
     return not draw.adjusts_logits and (draw.is_greedy or not (draw.sampling.min_p or _has_nucleus(draw)))
 
 
 def _draw_all_plainly(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """By the compiled kernel. Rows that are not plain are given their likeliest token."""
+    """By the compiled kernel. Rows that are not plain are given the likeliest token of what the model gave."""
     is_random = [_is_plain(draw) and not draw.is_greedy for draw in draws]
     return draw_plainly(
         logits.contiguous(),
         [draw.sampling.temperature if random else 0.0 for draw, random in zip(draws, is_random, strict=True)],
         [_share(draw) if random else 0.0 for draw, random in zip(draws, is_random, strict=True)],
+        [draw.allowed if _is_plain(draw) else None for draw in draws],
     )
 
 

@@ -46,8 +46,8 @@ _Text = tuple[int, ...]
 class StepMasks:
     """What a step's draws must keep to. Requests without a structured output are in none of these."""
 
-    forbidden_by_request: Mapping[RequestId, Tensor] = field(default_factory=dict)
-    """bool [num_ids], on the device: ids that must not be drawn."""
+    allowed_by_request: Mapping[RequestId, Tensor] = field(default_factory=dict)
+    """Ids that may be drawn: see `id_masks`, on the device."""
     completed: frozenset[RequestId] = frozenset()
     """Their text can only end: the token drawn now ends them, whatever it is."""
     postponed: frozenset[RequestId] = frozenset()
@@ -161,8 +161,8 @@ class StructuredOutputs:
         known = {request_id: mask for request_id, mask in masks.items() if mask is not None}
         sound = {request_id: mask for request_id, mask in known.items() if mask.failure is None}
         return StepMasks(
-            forbidden_by_request={
-                request_id: mask.forbidden.to(self._device, non_blocking=True) for request_id, mask in sound.items()
+            allowed_by_request={
+                request_id: mask.allowed.to(self._device, non_blocking=True) for request_id, mask in sound.items()
             },
             completed=frozenset(request_id for request_id, mask in sound.items() if mask.can_only_end),
             postponed=frozenset(masks.keys() - known.keys()),
@@ -171,7 +171,7 @@ class StructuredOutputs:
 
     def expect(self, sampled: Sequence[Chunk], tokens: Sequence[int | None], masks: StepMasks) -> None:
         """Begins what the draws after these will want. `tokens` were drawn after `sampled`, by `masks`."""
-        going_on = masks.forbidden_by_request.keys() - masks.completed
+        going_on = masks.allowed_by_request.keys() - masks.completed
         tasks: list[tuple[_Constraint, _Text]] = []
         for chunk, token in zip(sampled, tokens, strict=True):
             if token is None or chunk.request_id not in going_on or self._is_last(chunk, token):
@@ -230,4 +230,4 @@ def _text(chunk: Chunk) -> _Text:
 
 
 def _failed(reason: str) -> Mask:
-    return Mask(text=(), forbidden=torch.empty(0, dtype=torch.bool), can_only_end=False, failure=reason)
+    return Mask(text=(), allowed=torch.empty(0, dtype=torch.int32), can_only_end=False, failure=reason)

@@ -17,7 +17,7 @@ from stallfree_worker.model.cpu import library
 from stallfree_worker.model.cpu.packed import PackedMatrix
 from stallfree_worker.model.families import DecoderConfig
 from stallfree_worker.model.kv_cache import KVCache
-from stallfree_worker.model.rope import RopeConfig, RotaryEmbedding
+from stallfree_worker.model.rope import RopeConfig, RotaryEmbeddings
 from stallfree_worker.model.weights import DecoderWeights, LayerWeights
 
 _BLOCK_SIZES = (16, 32, 64, 128)
@@ -60,7 +60,7 @@ class CpuDecoder:
         self._hidden_size = config.hidden_size
         self._num_ids = weights.head.num_outputs
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
-        self._ropes = [RotaryEmbedding(rope, head_dim=config.head_dim, device=self.device) for rope in ropes]
+        self._ropes = RotaryEmbeddings(ropes, head_dim=config.head_dim, device=self.device)
         for layer in weights.layers:  # from here on these weights are this decoder's alone
             layer.gate_up.interleave_halves()
         self._layers = _layers(config, weights, ropes)
@@ -83,7 +83,7 @@ class CpuDecoder:
         if inputs.fresh_blocks is not None:
             cache.clear(inputs.fresh_blocks)
         num_tokens = len(inputs.token_ids)
-        angles = [rope.half_angles(inputs.positions) for rope in self._ropes]
+        cosines, sines = self._ropes.half_angles(inputs.positions)
         slots = inputs.slot_mapping.unbind(0)
         tables = [
             library.Tables(
@@ -95,13 +95,13 @@ class CpuDecoder:
             )
             for table, own_slots in zip(inputs.sequences.tables, slots, strict=True)
         ]
-        pointers = c_void_p * len(angles)
+        pointers = c_void_p * len(cosines)
         batch = library.Batch(
             token_ids=_address(inputs.token_ids),
             cu_seqlens_q=_address(inputs.sequences.cu_seqlens_q),
             tables=(library.Tables * len(tables))(*tables),
-            cosines=pointers(*[_address(cosine) for cosine, _ in angles]),
-            sines=pointers(*[_address(sine) for _, sine in angles]),
+            cosines=pointers(*map(_address, cosines.unbind(0))),
+            sines=pointers(*map(_address, sines.unbind(0))),
             num_tokens=num_tokens,
             num_sequences=len(inputs.sequences.query_lengths),
         )

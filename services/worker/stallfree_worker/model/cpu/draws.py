@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from ctypes import c_void_p
 
 import numpy as np
 import torch
@@ -17,11 +18,15 @@ def can_draw() -> bool:
     return library.reason_against(torch.float32) is None
 
 
-def draw_plainly(logits: Tensor, temperatures: Sequence[float], shares: Sequence[float]) -> Tensor:
+def draw_plainly(
+    logits: Tensor, temperatures: Sequence[float], shares: Sequence[float], allowed: Sequence[Tensor | None]
+) -> Tensor:
     """logits float32 [num_rows, num_ids], contiguous → int64 [num_rows]: of each row the likeliest id where its
-    temperature is 0, else the one at which the running sum of its distribution passes `shares`, in [0, 1); -1 where the
-    row has NaN, +inf or nothing but -inf."""
+    temperature is 0, else the one at which the running sum of its distribution passes `shares`, in [0, 1). Only ids
+    that are `allowed` (see `id_masks`), where that is told. -1 where the row has NaN or +inf, or nothing but -inf in
+    what is allowed."""
     num_rows, num_ids = logits.shape
+    masks = (c_void_p * num_rows)(*[0 if mask is None else mask.data_ptr() for mask in allowed])
     own_temperatures, own_shares = np.array(temperatures, dtype=np.float32), np.array(shares, dtype=np.float64)
     tokens = torch.empty(num_rows, dtype=torch.int64)
     library.load_library().stallfree_draw(
@@ -30,6 +35,7 @@ def draw_plainly(logits: Tensor, temperatures: Sequence[float], shares: Sequence
         num_ids,
         own_temperatures.ctypes.data,
         own_shares.ctypes.data,
+        masks,
         tokens.data_ptr(),
         torch.get_num_threads(),
     )

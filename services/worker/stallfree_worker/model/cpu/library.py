@@ -133,7 +133,16 @@ def load_library() -> ctypes.CDLL:
         c_int,
     )
     library.stallfree_logits.restype = None
-    library.stallfree_draw.argtypes = (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int)
+    library.stallfree_draw.argtypes = (
+        c_void_p,
+        c_int,
+        c_int,
+        c_void_p,
+        c_void_p,
+        POINTER(c_void_p),
+        c_void_p,
+        c_int,
+    )
     library.stallfree_draw.restype = None
     library.stallfree_read.argtypes = (c_void_p, c_int64, c_int)
     library.stallfree_read.restype = c_int64
