@@ -27,6 +27,8 @@ _ROW_HEIGHT = 30
 _BOTTOM = 62
 _DOT_RADIUS = 4.5
 _MARK_SPACING = 9
+_MARKS_HEIGHT = 20
+"""Of all marks of a row together, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +104,10 @@ class _PanelPainter:
         self._paint_axis()
         self._paint_lines()
         for number, row in enumerate(self._panel.rows):
-            middle = _middle_of(number) - _MARK_SPACING * (len(row.marks) - 1) / 2
+            spacing = min(_MARK_SPACING, _MARKS_HEIGHT / max(1, len(row.marks) - 1))
+            top = _middle_of(number) - spacing * (len(row.marks) - 1) / 2
             for index, mark in enumerate(row.marks):
-                self._paint_mark(mark, middle + index * _MARK_SPACING, _COLOURS[index])
+                self._paint_mark(mark, top + index * spacing, _COLOURS[index])
 
     def _paint_head(self) -> None:
         self._drawing.text(self._left, 82, self._panel.title, size=13, fill=_INK, font_weight="600")

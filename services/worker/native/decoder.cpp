@@ -428,11 +428,12 @@ void stallfree_forward(const StallfreeDecoder* decoder, const StallfreeBatch* ba
 }
 
 // One token of each row [num_ids] of logits, by its temperature (0: the likeliest) and a share in [0, 1) that is drawn
-// evenly, among the ids whose bit is set, where there are bits; -1 where the row, or what is allowed of it, has NaN, +inf
-// or nothing but -inf.
+// evenly, among the ids whose bit is set, where there are bits; -1 where the row has NaN or +inf, or nothing but -inf in
+// what is allowed.
 void stallfree_draw(const float* logits, int num_rows, int num_ids, const float* temperatures, const double* shares,
                     const void* const* allowed, std::int64_t* tokens, int num_threads) {
-  run_together(std::min(num_threads, num_rows), [&](Member& member) {
+  // Idle members cost less than another number of threads, for which OpenMP would end some and start them anew.
+  run_together(num_rows == 1 ? 1 : num_threads, [&](Member& member) {
     member.share(num_rows, [&](int row) {
       const Logits own{logits + std::int64_t{row} * num_ids, num_ids, static_cast<const char*>(allowed[row])};
       tokens[row] = draw(own, temperatures[row], shares[row]);

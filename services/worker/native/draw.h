@@ -93,16 +93,14 @@ inline std::int64_t at_share(const Logits& logits, float best, float temperature
   for (int begin = 0; begin < logits.num_ids; begin += kBlock) {
     total += sum_of(begin);
   }
-  double left = share * total;
+  double left = share * total, behind = 0;  // the sum of the block so far
   int block = 0;
-  for (int begin = 0; begin < logits.num_ids; begin += kBlock) {
+  for (int begin = 0; begin < logits.num_ids && left >= behind; begin += kBlock) {
     const double sum = sum_of(begin);
     if (sum > 0) {  // else nothing in it can be drawn
+      left -= behind;
       block = begin;
-      if (left < sum) {
-        break;
-      }
-      left -= sum;
+      behind = sum;
     }
   }
   std::int64_t token = kNoToken;

@@ -84,11 +84,12 @@ class Member {
   int turn_ = 0;
 };
 
-// Keeps a thread on a core of its own for one call, where the call has as many threads as this process has cores. Else the
-// system may put two of them on one core when it makes room for another process, and all wait for milliseconds.
+// Keeps a thread on a core of its own for one call, where the call has as many threads as this process had cores at its
+// first. Else the system may put two of them on one core when it makes room for another process, and all wait for
+// milliseconds. A thread whose cores are others by now, because somebody has told it so, is left alone.
 class Pin {
  public:
-  Pin(int index, int num_threads) : is_pinned_(CPU_COUNT(&own_cores()) == num_threads) {
+  Pin(int index, int num_threads) : is_pinned_(CPU_COUNT(&own_cores()) == num_threads && has_own_cores()) {
     if (!is_pinned_) {
       return;
     }
@@ -120,6 +121,11 @@ class Pin {
       return found;
     }();
     return cores;
+  }
+
+  static bool has_own_cores() {
+    cpu_set_t now;
+    return sched_getaffinity(0, sizeof now, &now) == 0 && CPU_EQUAL(&now, &own_cores());
   }
 
   const bool is_pinned_;

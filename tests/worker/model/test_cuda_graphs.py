@@ -119,5 +119,6 @@ def test_on_a_gpu_replayed_passes_have_the_logits_of_launched_ones(tmp_path: Pat
         for graphs in (True, False)
     )
     assert isinstance(own.runner._decoder, GraphedDecoder)
+    assert own.runner._decoder._passes.keys() == set(graph_sizes(max_num_seqs=10, max_step_tokens=64))
     for chunks in STEPS:
         torch.testing.assert_close(own.step(chunks), plain.step(chunks), rtol=2e-2, atol=2e-2)

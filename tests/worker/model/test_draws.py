@@ -1,18 +1,19 @@
-"""The compiled kernel's draws against torch's, row by row."""
+"""The compiled kernel's draws, row by row."""
 
 from __future__ import annotations
 
 import math
+import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
-from stallfree_worker.model.cpu.draws import draw_plainly
+from stallfree_worker.model.cpu.draws import can_draw, draw_plainly
 from stallfree_worker.model.id_masks import mask_of, unpack
-from tests.worker.model.kernels import needs_kernels
 
-pytestmark = needs_kernels
+pytestmark = pytest.mark.skipif(not can_draw(), reason="the compiled kernels cannot be used")
 NOTHING = -1
 
 
@@ -72,6 +73,27 @@ def test_nothing_is_drawn_from_a_row_that_went_wrong(temperature: float) -> None
     tokens = draw_plainly(rows, [temperature] * 6, [0.5] * 6, [None, None, None, only_sound, nobody, None]).tolist()
     assert tokens[:5] == [NOTHING] * 5
     assert 0 <= tokens[5] < 300
+
+
+def test_a_mask_for_other_logits_is_refused() -> None:
+    mask = torch.from_numpy(mask_of([1], num_ids=300))
+    with pytest.raises(ValueError, match="is not for 400 ids"):
+        draw_plainly(torch.zeros(1, 400), [0.0], [0.0], [mask])
+
+
+def test_threads_keep_to_their_cores_for_a_call_only() -> None:
+    """The call has as many threads as there are cores, so each has one of its own meanwhile."""
+    cores = os.sched_getaffinity(0)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(len(cores))
+    try:
+        rows = torch.stack([make_row(50_000, seed) for seed in range(2 * len(cores))])
+        draw_plainly(rows, [1.0] * len(rows), [0.5] * len(rows), [None] * len(rows))
+    finally:
+        torch.set_num_threads(threads_before)
+    assert {frozenset(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()} == {
+        frozenset(cores)
+    }
 
 
 def test_what_cannot_come_is_never_drawn_at_the_ends_of_the_shares() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -11,8 +12,19 @@ import torch
 from numpy.typing import NDArray
 
 from stallfree_shared.wire import SamplingParams
+from stallfree_worker.engine.step import TokenHistory
+from stallfree_worker.model import sampler
 from stallfree_worker.model.draw import Draw
+from stallfree_worker.model.id_masks import mask_of
 from stallfree_worker.model.sampler import draw_tokens, uniform
+
+
+@pytest.fixture(autouse=True, params=["kernel", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Plain draws by the compiled kernel, where there is one, and by torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampler, "can_draw", lambda: False)
+    return str(request.param)
 
 
 def draw(index: int = 0, **params: float) -> Draw:
@@ -176,3 +188,33 @@ def test_a_known_value_of_the_hash_stays() -> None:
     assert [uniform(0, 0), uniform(1, 0), uniform(0, 1)] == pytest.approx(
         [0.8833108082136426, 0.7497482413580301, 0.43152799704850997], abs=0
     )
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"min_p": 0.01}, {"presence_penalty": 0.5}])
+def test_only_what_is_allowed_is_drawn_and_by_its_share_of_that(params: dict[str, float]) -> None:
+    """The same tokens as from a row that has nothing else."""
+    num_ids, some = 700, range(100, 700, 9)
+    logits = make_logits(40, num_ids, seed=2)
+    among = torch.full_like(logits, -math.inf)
+    among[:, list(some)] = logits[:, list(some)]
+    mask = torch.from_numpy(mask_of(some, num_ids=num_ids))
+    history = TokenHistory(prompt_token_ids=(1,), output_token_ids=(109, 118))
+    for temperature in (0.0, 1.0):
+        draws = [
+            dataclasses.replace(draw(row, temperature=temperature, seed=row, **params), history=history)
+            for row in range(40)
+        ]
+        masked = [dataclasses.replace(one, allowed=mask) for one in draws]
+        tokens = draw_tokens(logits, masked)
+        assert tokens == draw_tokens(among, draws)
+        assert {token for token in tokens if token is not None} <= set(some)
+
+
+def test_kernel_and_torch_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where a share falls on the border of two tokens, which rounding decides."""
+    logits = make_logits(300, 2000, seed=9)
+    draws = [draw(row, temperature=(0.0, 0.7, 1.0, 1.6)[row % 4], seed=row) for row in range(300)]
+    tokens = draw_tokens(logits, draws)
+    monkeypatch.setattr(sampler, "can_draw", lambda: False)
+    by_torch = draw_tokens(logits, draws)
+    assert sum(ours != theirs for ours, theirs in zip(tokens, by_torch, strict=True)) <= 1

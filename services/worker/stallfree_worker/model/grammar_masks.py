@@ -41,6 +41,10 @@ class GrammarVocabulary:
     def all_ids(self) -> NDArray[np.int32]:
         return mask_of(range(self.num_ids), num_ids=self.num_ids)
 
+    @functools.cached_property
+    def ends(self) -> NDArray[np.int32]:
+        return mask_of(self.eos_token_ids, num_ids=self.num_ids)
+
     @classmethod
     def load(
         cls, tokenizer_path: Path, *, num_tokenizer_ids: int, num_ids: int, eos_token_ids: frozenset[int]
@@ -120,12 +124,11 @@ def compute_masks(
     sound = [(matcher, row) for row, matcher in enumerate(matchers) if not matcher.is_error()]
     if sound:
         fill_next_token_bitmask_par(executor, sound, words)
-    ends = mask_of(vocabulary.eos_token_ids, num_ids=vocabulary.num_ids)
     masks = []
     for (matcher, text), library, row in zip(tasks, matchers, words, strict=True):
         # a copy: whoever keeps its mask for long keeps no other's
-        allowed = row[: len(ends)] & vocabulary.all_ids
-        can_only_end = _settle_ends(allowed, ends, ignore_eos=matcher.ignore_eos)
+        allowed = row[: len(vocabulary.all_ids)] & vocabulary.all_ids
+        can_only_end = _settle_ends(allowed, vocabulary.ends, ignore_eos=matcher.ignore_eos)
         tensor = torch.from_numpy(allowed)
         masks.append(
             Mask(

@@ -20,7 +20,7 @@ def mask_of(ids: Iterable[int], *, num_ids: int) -> NDArray[np.int32]:
     return np.packbits(is_in, bitorder="little").view(np.int32)
 
 
-def unpack(mask: Tensor, *, num_ids: int) -> Tensor:
-    """int32 [num_words] → bool [num_ids], on the same device."""
-    bits = mask[:, None] >> torch.arange(WORD_BITS, dtype=torch.int32, device=mask.device) & 1
-    return bits.flatten()[:num_ids].bool()
+def unpack(masks: Tensor, *, num_ids: int) -> Tensor:
+    """int32 [..., num_words] → bool [..., num_ids], on the same device."""
+    bits = masks[..., None] >> torch.arange(WORD_BITS, dtype=torch.int32, device=masks.device) & 1
+    return bits.flatten(-2)[..., :num_ids].bool()

@@ -68,6 +68,7 @@ def work_of(config: DecoderConfig, *, num_head_rows: int) -> dict[str, object]:
 
 def measure_read(num_threads: int, num_bytes: int | None = None, *, seconds: float | None = None) -> float:
     """Bytes a second, the upper decile of many reads."""
+    torch.set_num_threads(num_threads)  # that write the memory first, and so decide where it is
     num_bytes = num_bytes or _READ_BYTES
     memory = torch.ones(num_bytes, dtype=torch.uint8)
     read = library.load_library().stallfree_read

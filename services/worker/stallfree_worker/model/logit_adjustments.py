@@ -48,9 +48,11 @@ def adjust_logits(logits: Tensor, draws: Sequence[Draw]) -> None:
         logits[used.index] -= used.values
     if (banned := _cells(logits, draws, _bans)) is not None:
         logits[banned.index] = banned.values
-    for row, draw in zip(logits, draws, strict=True):
-        if draw.allowed is not None:
-            row.masked_fill_(~unpack(draw.allowed, num_ids=len(row)), -math.inf)
+    allowed = {row: draw.allowed for row, draw in enumerate(draws) if draw.allowed is not None}
+    if allowed:
+        is_allowed = unpack(torch.stack(list(allowed.values())), num_ids=logits.shape[-1])
+        rows = to_device(np.array(list(allowed)), logits.device)
+        logits[rows] = logits[rows].masked_fill_(~is_allowed, -math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -261,7 +261,7 @@ class Batch:
         prefix cache is not to be read."""
         admitted = [one for one in self._admitted if self._queues.running_by_id(one.request_id) is one]
         self._leave_out(admitted)
-        for request in admitted:
+        for request in reversed(admitted):  # each goes before those that wait
             self._preempt(request)
 
     def leave_out_ended(self) -> None:

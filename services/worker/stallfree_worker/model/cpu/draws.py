@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stallfree_worker.model.cpu import library
+from stallfree_worker.model.id_masks import WORD_BITS
 
 
 @functools.cache
@@ -26,6 +27,9 @@ def draw_plainly(
     that are `allowed` (see `id_masks`), where that is told. -1 where the row has NaN or +inf, or nothing but -inf in
     what is allowed."""
     num_rows, num_ids = logits.shape
+    for mask in allowed:
+        if mask is not None and (mask.shape, mask.dtype) != ((-(-num_ids // WORD_BITS),), torch.int32):
+            raise ValueError(f"a mask of shape {tuple(mask.shape)} is not for {num_ids} ids")
     masks = (c_void_p * num_rows)(*[0 if mask is None else mask.data_ptr() for mask in allowed])
     own_temperatures, own_shares = np.array(temperatures, dtype=np.float32), np.array(shares, dtype=np.float64)
     tokens = torch.empty(num_rows, dtype=torch.int64)

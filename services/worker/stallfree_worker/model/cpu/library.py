@@ -1,6 +1,7 @@
 """The compiled kernels, as ctypes sees them. The structures are those of `native/decoder.cpp`, field by field.
 
-Called by `cpu.decoder` alone. A call lets go of the interpreter's lock for as long as it computes.
+Called by `decoder` and `draws` here, and by `limits`. A call lets go of the interpreter's lock for as long as it
+computes.
 """
 
 from __future__ import annotations
@@ -117,6 +118,15 @@ def load_library() -> ctypes.CDLL:
     sizes = [library.stallfree_struct_bytes(number) for number in range(len(structs))]
     if sizes != [ctypes.sizeof(struct) for struct in structs]:
         raise ModelLoadError("they are of another version; install stallfree-worker again")
+    try:
+        _declare(library)
+    except AttributeError as error:
+        raise ModelLoadError("they are of another version; install stallfree-worker again") from error
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Raises AttributeError where one of the functions is not there."""
     library.stallfree_is_supported.argtypes = (c_int,)
     library.stallfree_is_supported.restype = c_int
     library.stallfree_scratch_bytes.argtypes = (POINTER(DecoderStruct), c_int64, c_int)
@@ -146,4 +156,3 @@ def load_library() -> ctypes.CDLL:
     library.stallfree_draw.restype = None
     library.stallfree_read.argtypes = (c_void_p, c_int64, c_int)
     library.stallfree_read.restype = c_int64
-    return library
