@@ -90,7 +90,7 @@ async def test_the_experiments_measure_a_real_model(tmp_path: Path) -> None:
 
     status, _, errors = await loadtest(
         "follow", *common, "--many-streams", "6", "--long-context-streams", "2", "--long-context", "1000",
-        "--trickle-tokens", "200", "--phase-seconds", "2", seconds=300,
+        "--trickle-tokens", "200", "--phase-seconds", "0.5", seconds=300,
     )  # fmt: skip
     assert (status, errors) == (0, "")
     rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]

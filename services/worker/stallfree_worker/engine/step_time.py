@@ -43,6 +43,7 @@ _MAX_RATIO = 3.0
 """A step beyond this many times its prediction, or below its part, counts as if it were there."""
 _NUM_RATIOS = 128
 _LEAST_QUANTILE_RATIO = 1.1
+"""Any upper quantile is at least so many times the prediction: a few good steps say little about the next one."""
 _MANY_RATIOS = 8
 """Enough of one kind of step for quantiles of its own."""
 _ERROR_SMOOTHING = 0.05
@@ -74,11 +75,13 @@ class StepShape:
 
     def with_decode(self, context_tokens: int) -> StepShape:
         """With one more decode, whose context is `context_tokens` long."""
-        return replace(
-            self,
+        return StepShape(  # not `dataclasses.replace`, which takes twice as long: this is done for every token
+            windows=self.windows,
             num_tokens=self.num_tokens + 1,
+            num_prefill_tokens=self.num_prefill_tokens,
             num_rows=self.num_rows + 1,
             decode_context_tokens=self.decode_context_tokens + self._pairs(1, context_tokens),
+            prefill_attention_tokens=self.prefill_attention_tokens,
             num_requests=self.num_requests + 1,
         )
 
