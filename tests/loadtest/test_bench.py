@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import sys
@@ -66,8 +67,9 @@ async def test_every_round_measures_each_contender_once() -> None:
 
 
 async def test_a_request_that_fails_ends_the_experiment_with_its_reason() -> None:
+    longer = dataclasses.replace(LOAD, decode_tokens=40)  # than any stream lasts
     with pytest.raises(RequestFailedError, match="the worker is gone"):
-        await run_bench([double("breaks-streams")], LOAD, rounds=1, on_run=lambda _: None)
+        await run_bench([double("breaks-streams")], longer, rounds=1, on_run=lambda _: None)
 
 
 async def test_a_peer_that_ends_is_told_with_its_last_words() -> None:
