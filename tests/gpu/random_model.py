@@ -28,16 +28,6 @@ class Shape:
         return self.hidden_size // self.num_heads
 
     @property
-    def num_matrix_weights(self) -> int:
-        """Weights that every token is multiplied with, the output layer's apart."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
-
-    @property
-    def num_head_weights(self) -> int:
-        return self.vocab_size * self.hidden_size
-
-    @property
     def kv_bytes_per_token(self) -> int:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * 2
 

@@ -28,6 +28,9 @@ from stallfree_worker.engine.calibration import calibrate
 from stallfree_worker.engine.engine import Engine
 from stallfree_worker.engine.execution import InlineExecution, ThreadExecution
 from stallfree_worker.engine.step import NewRequest, Runner, StepReport
+from stallfree_worker.model.checkpoint import read_json
+from stallfree_worker.model.families import read_decoder_config
+from stallfree_worker.model.limits import Work, work_of
 from stallfree_worker.model.loader import load_model
 from stallfree_worker.settings import WorkerSettings
 from tests.gpu.random_model import SHAPES, Shape, save_random_model
@@ -222,13 +225,14 @@ def write_report(shape_name: str, device: torch.device, sizes: Sizes) -> str:
     ]
     with tempfile.TemporaryDirectory() as folder:
         path = save_random_model(Path(folder) / shape_name, shape, device)
+        work = work_of(read_decoder_config(read_json(path / "config.json")), num_head_rows=shape.vocab_size)
         best_lines: list[str] = []
         lines += decode_head(sizes)
         for name, options in VARIANTS.items():  # one model at a time: each fills much of a GPU
             bench = Bench(path, shape, device, sizes, **options)
-            lines += decode_rows(name, bench, shape, ceilings, sizes)
+            lines += decode_rows(name, bench, work, ceilings, sizes)
             if name == BEST:
-                best_lines = [*prefill_table(bench, shape, ceilings, sizes), *tbt_table(bench, sizes)]
+                best_lines = [*prefill_table(bench, work, ceilings, sizes), *tbt_table(bench, sizes)]
             del bench
             gc.collect()
         lines += ["", *best_lines]
@@ -244,19 +248,19 @@ def decode_head(sizes: Sizes) -> list[str]:
     ]
 
 
-def decode_rows(name: str, bench: Bench, shape: Shape, ceilings: Ceilings, sizes: Sizes) -> list[str]:
+def decode_rows(name: str, bench: Bench, work: Work, ceilings: Ceilings, sizes: Sizes) -> list[str]:
     lines = []
     for batch in sizes.batches:
         seconds = decode_seconds(bench, batch, sizes)
-        weights = shape.num_matrix_weights + shape.num_head_weights
-        moved = 2 * weights + batch * sizes.context_tokens * shape.kv_bytes_per_token
+        weights = work.layer_weights + work.head_weights
+        moved = 2 * weights + batch * sizes.context_tokens * 4 * len(work.windows) * work.kv_size
         mbu = moved / seconds / ceilings.bytes_per_second
         mfu = 2 * weights * batch / seconds / ceilings.operations_per_second
         lines.append(f"| {name} | {batch} | {1000 * seconds:.2f} | {batch / seconds:.0f} | {mbu:.0%} | {mfu:.0%} |")
     return lines
 
 
-def prefill_table(bench: Bench, shape: Shape, ceilings: Ceilings, sizes: Sizes) -> list[str]:
+def prefill_table(bench: Bench, work: Work, ceilings: Ceilings, sizes: Sizes) -> list[str]:
     lines = [
         "Prefill of one prompt, in steps of up to 2,048 tokens.",
         "",
@@ -266,8 +270,8 @@ def prefill_table(bench: Bench, shape: Shape, ceilings: Ceilings, sizes: Sizes) 
     for num_tokens in sizes.prefills:
         seconds = prefill_seconds(bench, num_tokens)
         pairs = num_tokens * num_tokens / 2
-        attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
-        operations = 2 * shape.num_matrix_weights * num_tokens + attention
+        attention = 4 * len(work.windows) * work.query_size * pairs
+        operations = 2 * work.layer_weights * num_tokens + attention
         mfu = operations / seconds / ceilings.operations_per_second
         lines.append(f"| {num_tokens} | {1000 * seconds:.1f} | {num_tokens / seconds:.0f} | {mfu:.0%} |")
     return [*lines, ""]

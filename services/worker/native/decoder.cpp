@@ -1,6 +1,6 @@
-// The forward pass of a decoder over one flat hybrid batch, for CPUs with AVX-512 (and its bfloat16 instructions, for
-// weights in that format). Called from Python through the functions at the end; `stallfree_worker.model.cpu.library` has the
-// same structures, and Python owns all memory that is pointed to here.
+// The forward pass of a decoder over one flat hybrid batch, and the draws after it, for CPUs with AVX-512 (and its bfloat16
+// instructions, for weights in that format). Called from Python through the functions at the end;
+// `stallfree_worker.model.cpu.library` has the same structures, and Python owns all memory that is pointed to here.
 //
 // All threads walk through the pass together: a part of a matrix, a few rows or some tasks each, and a barrier.
 
@@ -441,17 +441,15 @@ void stallfree_draw(const float* logits, int num_rows, int num_ids, const float*
   });
 }
 
-// Reads `num_bytes`, a multiple of 64, as fast as this machine can, and does nothing with them but this sum: what a
+// Reads `num_bytes`, a multiple of 64 and less than 2^37, as fast as this machine can, and does nothing with them but this sum: what a
 // step that must read as many bytes cannot be faster than.
 std::int64_t stallfree_read(const char* memory, std::int64_t num_bytes, int num_threads) {
   constexpr int kLine = 64, kAhead = 32;
   std::atomic<std::int64_t> sum{0};
   run_together(num_threads, [&](Member& member) {
-    const std::int64_t num_lines = num_bytes / kLine;
-    const std::int64_t begin = num_lines * member.index / member.num_threads;
-    const std::int64_t end = num_lines * (member.index + 1) / member.num_threads;
+    const Range lines = member.part_of(static_cast<int>(num_bytes / kLine));
     __m512i total = _mm512_setzero_si512();
-    for (std::int64_t line = begin; line < end; ++line) {
+    for (std::int64_t line = lines.begin; line < lines.end; ++line) {
       _mm_prefetch(memory + (line + kAhead) * kLine, _MM_HINT_T0);
       total = _mm512_add_epi64(total, _mm512_loadu_si512(memory + line * kLine));
     }

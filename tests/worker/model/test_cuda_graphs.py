@@ -17,7 +17,7 @@ from stallfree_worker.model.decoder import TorchDecoder
 from stallfree_worker.model.kv_cache import KVCache, KVCacheShape
 from stallfree_worker.model.loader import load_model
 from stallfree_worker.model.runner import ModelRunner
-from tests.support.tiny_models import FAMILIES, MAX_POSITIONS
+from tests.support.tiny_models import FAMILIES, MAX_POSITIONS, build_tiny_model
 from tests.worker.model import flash_attn_stand_in as stand_in
 from tests.worker.model.conftest import tiny_settings
 from tests.worker.model.engine_driver import EngineDriver
@@ -110,8 +110,6 @@ def test_sizes_reach_from_one_decode_to_the_largest_hybrid_batch_that_pays() -> 
 
 @pytest.mark.gpu
 def test_on_a_gpu_replayed_passes_have_the_logits_of_launched_ones(tmp_path: Path) -> None:
-    from tests.support.tiny_models import build_tiny_model
-
     folder = build_tiny_model(tmp_path / "gemma3", "gemma3")
     values = {"device": "cuda", "dtype": "bfloat16", "attention_backend": "flash_attn", "max_num_seqs": 10}
     own, plain = (

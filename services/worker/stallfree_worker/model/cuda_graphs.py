@@ -58,18 +58,17 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphSize:
-    """What a recorded pass has room for."""
+    """What a recorded pass has room for, or a batch needs."""
 
     num_tokens: int
     num_sequences: int
     has_prefills: bool
 
-    def holds(self, inputs: BatchInputs) -> bool:
-        lengths = inputs.sequences.query_lengths
+    def holds(self, other: GraphSize) -> bool:
         return (
-            len(inputs.token_ids) <= self.num_tokens
-            and len(lengths) <= self.num_sequences
-            and (self.has_prefills or inputs.sequences.num_single_queries == len(lengths))
+            other.num_tokens <= self.num_tokens
+            and other.num_sequences <= self.num_sequences
+            and (self.has_prefills or not other.has_prefills)
         )
 
 
@@ -120,8 +119,9 @@ class GraphedDecoder:
             buffers = _Buffers(size, cache, max_model_len=self._max_model_len, device=self.device)
             hidden, replay = record(partial(self._decoder.forward, buffers.inputs, cache))
             self._passes[size] = _RecordedPass(buffers, hidden, replay)
-            for num_rows in range(1, min(2, size.num_tokens) + 1):  # one row and several are compiled apart
-                self._decoder.logits(hidden, torch.arange(num_rows, device=self.device))
+        largest = self._passes[self._sizes[-1]].hidden
+        for num_rows in range(1, min(2, len(largest)) + 1):  # one row and several are compiled apart
+            self._decoder.logits(largest, torch.arange(num_rows, device=self.device))
 
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
         recorded = self._find(inputs) if cache is self._cache else None
@@ -137,7 +137,13 @@ class GraphedDecoder:
         return self._decoder.logits(hidden, rows)
 
     def _find(self, inputs: BatchInputs) -> _RecordedPass | None:
-        return next((self._passes[size] for size in self._sizes if size.holds(inputs)), None)
+        num_sequences = len(inputs.sequences.query_lengths)
+        wanted = GraphSize(
+            num_tokens=len(inputs.token_ids),
+            num_sequences=num_sequences,
+            has_prefills=inputs.sequences.num_single_queries < num_sequences,
+        )
+        return next((self._passes[size] for size in self._sizes if size.holds(wanted)), None)
 
 
 @dataclass(frozen=True, slots=True)

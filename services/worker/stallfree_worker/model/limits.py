@@ -9,11 +9,13 @@ much of either a step of the model takes at the least. The speed experiment of t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation uses
@@ -47,23 +49,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = {
         "bytes_per_second": measure_read(num_threads),
         "operations_per_second": measure_products(num_threads),
-        **work_of(config, num_head_rows=min(folder.num_tokenizer_ids(), config.vocab_size)),
+        **dataclasses.asdict(work_of(config, num_head_rows=min(folder.num_tokenizer_ids(), config.vocab_size))),
     }
     sys.stdout.write(json.dumps(found) + "\n")
     return 0
 
 
-def work_of(config: DecoderConfig, *, num_head_rows: int) -> dict[str, object]:
-    """Weights that every token is multiplied with, those of the output layer, and what attention depends on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a model's steps cannot do without."""
+
+    layer_weights: int
+    """That every token is multiplied with."""
+    head_weights: int
+    """That every row of logits is made with."""
+    query_size: int
+    kv_size: int
+    """Numbers in a token's keys, or values, of one layer; those of all query heads together are `query_size`."""
+    windows: tuple[int | None, ...]
+    """How far each layer looks back."""
+
+
+def work_of(config: DecoderConfig, *, num_head_rows: int) -> Work:
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
     per_layer = config.hidden_size * (heads + 3 * config.intermediate_size)
-    return {
-        "layer_weights": len(config.layers) * per_layer,
-        "head_weights": num_head_rows * config.hidden_size,
-        "query_size": config.num_heads * config.head_dim,
-        "kv_size": config.num_kv_heads * config.head_dim,
-        "windows": [layer.window_tokens for layer in config.layers],
-    }
+    return Work(
+        layer_weights=len(config.layers) * per_layer,
+        head_weights=num_head_rows * config.hidden_size,
+        query_size=config.num_heads * config.head_dim,
+        kv_size=config.num_kv_heads * config.head_dim,
+        windows=tuple([layer.window_tokens for layer in config.layers]),
+    )
 
 
 def measure_read(num_threads: int, num_bytes: int | None = None, *, seconds: float | None = None) -> float:

@@ -38,10 +38,10 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     None where the row has NaN, +inf or nothing but -inf, as the model gave it or after `logit_adjustments`.
     """
     has_kernel = logits.device.type == "cpu" and logits.dtype == torch.float32 and can_draw()
-    tokens = _draw_all_plainly(logits, draws) if has_kernel else _draw_greedy(logits, draws)
+    is_done = list(map(_is_plain if has_kernel else _is_plainly_greedy, draws))
+    tokens = _draw_by_kernel(logits, draws, is_done) if has_kernel else _draw_greedy(logits, draws)
     is_sound = tokens != _NOTHING
-    is_done = _is_plain if has_kernel else _is_plainly_greedy
-    others = [row for row, draw in enumerate(draws) if not is_done(draw)]
+    others = [row for row, done in enumerate(is_done) if not done]
     greedy = [row for row in others if draws[row].is_greedy]
     sampled = [row for row in others if not draws[row].is_greedy]
     for rows, draw_some in ((greedy, _draw_greedy), (sampled, _draw_sampled)):
@@ -66,14 +66,14 @@ def _is_plain(draw: Draw) -> bool:
     return not draw.adjusts_logits and (draw.is_greedy or not (draw.sampling.min_p or _has_nucleus(draw)))
 
 
-def _draw_all_plainly(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """By the compiled kernel. Rows that are not plain are given the likeliest token of what the model gave."""
-    is_random = [_is_plain(draw) and not draw.is_greedy for draw in draws]
+def _draw_by_kernel(logits: Tensor, draws: Sequence[Draw], is_plain: Sequence[bool]) -> Tensor:
+    """Rows that are not plain are given the likeliest token of what the model gave."""
+    pairs = list(zip(draws, is_plain, strict=True))
     return draw_plainly(
         logits.contiguous(),
-        [draw.sampling.temperature if random else 0.0 for draw, random in zip(draws, is_random, strict=True)],
-        [_share(draw) if random else 0.0 for draw, random in zip(draws, is_random, strict=True)],
-        [draw.allowed if _is_plain(draw) else None for draw in draws],
+        [draw.sampling.temperature if plain and not draw.is_greedy else 0.0 for draw, plain in pairs],
+        [_share(draw) if plain and not draw.is_greedy else 0.0 for draw, plain in pairs],
+        [draw.allowed if plain else None for draw, plain in pairs],
     )
 
 
