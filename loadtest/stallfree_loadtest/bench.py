@@ -12,14 +12,12 @@ import math
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from stallfree_loadtest.client import CompletionRequest, CompletionStream, Server
-from stallfree_loadtest.fleet import Configuration, Fleet
+from stallfree_loadtest.contenders import Contender
 from stallfree_loadtest.limits import Limits
 from stallfree_loadtest.live import LiveRequests, RequestFailedError
 from stallfree_loadtest.measures import Spread, spread
@@ -35,29 +33,6 @@ _WARM_UP_PROMPT_TOKENS, _WARM_UP_OUTPUT_TOKENS = 64, 4
 _LEAST_PREFILL_TOKENS_A_SECOND = 50
 _MOST_DECODE_TOKENS_A_SECOND = 200
 """Of one stream. A machine outside these two needs more output tokens than are asked for."""
-
-
-class Contender(Protocol):
-    """A server that can be started to be measured."""
-
-    @property
-    def name(self) -> str: ...
-
-    def serving(self) -> AbstractAsyncContextManager[Server]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnCluster:
-    """A router and a worker of ours."""
-
-    fleet: Fleet
-    configuration: Configuration
-    name: str = OURS
-
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[Server]:
-        async with self.fleet.serving(self.configuration) as serving:
-            yield serving.server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from functools import partial
 from stallfree_loadtest import ablation, bench, follow_report, stalls_report
 from stallfree_loadtest.ablation import AblationLoad, AblationRun, run_ablation
 from stallfree_loadtest.cluster import ClusterSettings
+from stallfree_loadtest.contenders import OwnCluster
 from stallfree_loadtest.fleet import Fleet, NotIdleError, configuration
 from stallfree_loadtest.follow import FollowLoad, run_follow
 from stallfree_loadtest.limits import LimitsError, measure_limits
@@ -21,7 +22,7 @@ from stallfree_loadtest.measures import Targets
 from stallfree_loadtest.options import HelpFormatter, add_prompt_options, count, listed, positive, writable_file
 from stallfree_loadtest.pages import PageError
 from stallfree_loadtest.parts import num_cores
-from stallfree_loadtest.peers import PeerError, peer
+from stallfree_loadtest.peers import OURS, Peer, PeerError, peer
 from stallfree_loadtest.prompts import LongTail, Vocabulary
 from stallfree_loadtest.report import seconds_text, write_rows
 from stallfree_loadtest.stalls import StallLoad, StallRun, run_stalls
@@ -68,11 +69,14 @@ async def _stalls(options: argparse.Namespace, say: Say) -> None:
     def on_run(run: StallRun) -> None:
         runs.append(run)
         ttft = "no first token" if run.ttft_seconds is None else f"first token after {seconds_text(run.ttft_seconds)}"
-        say(f"round {run.round_number}: {run.configuration.name}: {ttft}")
+        say(f"round {run.round_number}: {run.contender}: {ttft}")
         _write_rows(options, [stalls_report.run_row(each, tbt_target_seconds=options.tbt_target) for each in runs])
 
     async with _fleet(options, max_model_len=load.max_model_len, say=say) as fleet:
-        await run_stalls(fleet, [*options.configurations, *autos], load, rounds=options.rounds, on_run=on_run)
+        ours = [
+            OwnCluster(name=each.name, fleet=fleet, configuration=each) for each in (*options.configurations, *autos)
+        ]
+        await run_stalls([*ours, *_peers(options)], load, rounds=options.rounds, on_run=on_run)
     _write_report(options, stalls_report.stalls_report(runs, load, tbt_target_seconds=options.tbt_target), say)
     title = f"Streams while a long prompt is read: {options.model}, {num_cores()} cores"
     picture = stalls_report.stalls_picture(runs, load, tbt_target_seconds=options.tbt_target, title=title)
@@ -126,9 +130,6 @@ async def _follow(options: argparse.Namespace, say: Say) -> None:
 
 
 async def _bench(options: argparse.Namespace, say: Say) -> None:
-    names = [each.name for each in options.peer]
-    if len(set(names)) < len(names):
-        raise ExperimentError(f"--peer: two of {', '.join(names)} have the same name")
     load = bench.BenchLoad(
         prefill_tokens=options.prefill,
         decode_streams=options.decode,
@@ -145,9 +146,9 @@ async def _bench(options: argparse.Namespace, say: Say) -> None:
         _write_rows(options, [bench.run_row(each) for each in runs])
 
     async with _fleet(options, max_model_len=load.max_model_len, say=say) as fleet:
-        ours = bench.OwnCluster(fleet=fleet, configuration=configuration("sarathi:auto"))
+        ours = OwnCluster(name=OURS, fleet=fleet, configuration=configuration("sarathi:auto"))
         await bench.run_bench(
-            [ours, *options.peer],
+            [ours, *_peers(options)],
             load,
             rounds=options.rounds,
             on_run=on_run,
@@ -175,6 +176,14 @@ def _fleet(options: argparse.Namespace, *, max_model_len: int | None, say: Say) 
         worker_args=(*limit, f"--kv-cache-memory={options.kv_cache_memory}", *options.worker_arg),
     )
     return Fleet(base, tbt_target_seconds=options.tbt_target, keeps_warm=options.keep_warm, report=say)
+
+
+def _peers(options: argparse.Namespace) -> Sequence[Peer]:
+    names = [each.name for each in options.peer]
+    if len(set(names)) < len(names):
+        raise ExperimentError(f"--peer: two of {', '.join(names)} have the same name")
+    peers: Sequence[Peer] = options.peer
+    return peers
 
 
 def _vocabulary(options: argparse.Namespace) -> Vocabulary:
@@ -251,8 +260,15 @@ def _add_fleet_options(parser: argparse.ArgumentParser, *, configurations: Seque
     add("--picture", type=writable_file, metavar="FILE", help="write an SVG of the result")
 
 
+def _add_peer_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=COMMAND", help="another server "
+        "of the same model; {port} in the command is where it must listen, {threads} the number of cores; may be given "
+        "several times")  # fmt: skip
+
+
 def _add_stalls_options(parser: argparse.ArgumentParser) -> None:
     _add_fleet_options(parser, configurations=STALLS_CONFIGURATIONS, rounds=5)
+    _add_peer_option(parser)
     add = parser.add_argument
     add("--targets", type=listed(positive), default="0.1,0.2,0.5", metavar="SECONDS,…", help="TBT targets for which "
         "sarathi:auto is measured besides")  # fmt: skip
@@ -297,10 +313,8 @@ def _add_follow_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench_options(parser: argparse.ArgumentParser) -> None:
+    _add_peer_option(parser)
     add = parser.add_argument
-    add("--peer", type=peer, action="append", default=[], metavar="NAME=COMMAND", help="another server of the same "
-        "model; {port} in the command is where it must listen, {threads} the number of cores; may be given several "
-        "times")  # fmt: skip
     add("--rounds", type=count(least=1), default=5, metavar="N", help="times that each contender is measured")
     add("--prefill", type=listed(count(least=1)), default="512,2048,4096", metavar="N,…", help="tokens in prompts that "
         "are alone")  # fmt: skip

@@ -2,7 +2,8 @@
 
 A peer is written `NAME=COMMAND`, where `{port}` in the command is the port that it must listen on (127.0.0.1) and
 `{threads}` the number of cores. It must speak OpenAI's completions, streamed, with token ids for prompts and with
-`ignore_eos`; and it must run in the process that the command starts, or in children of it. Used by `bench`.
+`ignore_eos`; and it must run in the process that the command starts, or in children of it. Used by `bench` and by
+`stalls`.
 """
 
 from __future__ import annotations

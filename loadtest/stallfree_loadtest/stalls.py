@@ -1,8 +1,8 @@
-"""What a long prompt does to running streams, for one configuration after another.
+"""What a long prompt does to running streams, for one configuration, and other servers, after another.
 
 A run: so many streams decode, all with the same context; then one long prompt is sent. The client's stamps tell how
 long the streams waited between two tokens until the long prompt had its first token, and when it had it. Every round
-measures each configuration once, in the same order with the same prompts, so that a slow minute of the machine hits
+measures each contender once, in the same order with the same prompts, so that a slow minute of the machine hits
 all of them alike; no engine sees a prompt twice. Owns the order of the runs; `stalls_report` writes what came of it.
 """
 
@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stallfree_loadtest.client import CompletionRequest, CompletionStream
-from stallfree_loadtest.fleet import Configuration, Fleet, Serving
+from stallfree_loadtest.client import CompletionRequest, CompletionStream, Server
+from stallfree_loadtest.contenders import Contender, OwnCluster
+from stallfree_loadtest.fleet import Configuration
 from stallfree_loadtest.live import LiveRequests
 from stallfree_loadtest.measures import Gap, gaps, split_around
 from stallfree_loadtest.prompts import Vocabulary
@@ -50,9 +51,11 @@ class StallLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallRun:
-    """One configuration in one round."""
+    """One contender in one round."""
 
-    configuration: Configuration
+    contender: str
+    configuration: Configuration | None
+    """None for a server that is not ours."""
     round_number: int
     before: tuple[Gap, ...]
     """The streams' gaps before the long prompt was sent, from when all of them decoded."""
@@ -67,25 +70,24 @@ class StallRun:
 
 
 async def run_stalls(
-    fleet: Fleet,
-    configurations: Sequence[Configuration],
+    contenders: Sequence[Contender],
     load: StallLoad,
     *,
     rounds: int,
     on_run: Callable[[StallRun], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StallRun]:
-    """Runs every configuration once a round. `on_run` gets each run as it ends.
+    """Runs every contender once a round. `on_run` gets each run as it ends.
 
     Raises:
-        ClusterError, NotIdleError, PageError: a cluster could not be started or asked.
+        ClusterError, NotIdleError, PageError, PeerError: a contender could not be started or asked.
         RequestFailedError: a request failed.
     """
     runs: list[StallRun] = []
     for round_number in range(1, rounds + 1):
-        for configuration in configurations:
-            async with fleet.serving(configuration) as serving:
-                run = await _StallScenario(load, configuration, round_number, clock=clock).run(serving)
+        for contender in contenders:
+            async with contender.serving() as server:
+                run = await _StallScenario(load, contender, round_number, clock=clock).run(server)
             runs.append(run)
             on_run(run)
     return runs
@@ -94,18 +96,16 @@ async def run_stalls(
 class _StallScenario:
     """Owns the requests of one run."""
 
-    def __init__(
-        self, load: StallLoad, configuration: Configuration, round_number: int, *, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, load: StallLoad, contender: Contender, round_number: int, *, clock: Callable[[], float]) -> None:
         self._load = load
-        self._configuration = configuration
+        self._contender = contender
         self._round_number = round_number
         self._clock = clock
         self._random = random.Random(f"{load.seed} {round_number}")
 
-    async def run(self, serving: Serving) -> StallRun:
+    async def run(self, server: Server) -> StallRun:
         load = self._load
-        async with LiveRequests(serving.server, clock=self._clock) as live:
+        async with LiveRequests(server, clock=self._clock) as live:
             streams = await self._start_streams(live)
             await live.until(lambda: all(stream.num_tokens >= _SETTLED_TOKENS for stream in streams))
             settled_at = self._clock()
@@ -149,7 +149,8 @@ class _StallScenario:
         windows = split_around(found, began_at=trace.sent_at, ended_at=ended_at)
         stamps = [stamp for stream in traces for stamp in stream.stamps]
         return StallRun(
-            configuration=self._configuration,
+            contender=self._contender.name,
+            configuration=self._contender.configuration if isinstance(self._contender, OwnCluster) else None,
             round_number=self._round_number,
             before=windows.before,
             during=windows.during,

@@ -19,9 +19,10 @@ _HEADERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figures:
-    """One configuration over its rounds."""
+    """One contender over its rounds."""
 
-    configuration: Configuration
+    name: str
+    configuration: Configuration | None
     num_runs: int
     p50_before: Spread
     p99: Spread
@@ -39,7 +40,7 @@ def stalls_report(runs: Sequence[StallRun], load: StallLoad, *, tbt_target_secon
     figures = _figures(runs, tbt_target_seconds=tbt_target_seconds)
     rows = [
         (
-            each.configuration.name,
+            each.name,
             spread_text(each.p50_before, digits=0, factor=1000),
             spread_text(each.p99, digits=0, factor=1000),
             spread_text(each.max, digits=0, factor=1000),
@@ -62,21 +63,21 @@ def stalls_report(runs: Sequence[StallRun], load: StallLoad, *, tbt_target_secon
 def stalls_picture(runs: Sequence[StallRun], load: StallLoad, *, tbt_target_seconds: float, title: str) -> str:
     """An SVG: P99 and longest gap on the left, the long prompt's TTFT on the right."""
     figures = _figures(runs, tbt_target_seconds=tbt_target_seconds)
-    targets = {each.configuration.tbt_target_seconds or tbt_target_seconds for each in figures}
+    targets = {_target(each) or tbt_target_seconds for each in figures}
     tbt = Panel(
         title="longest waits of the streams: time between tokens",
         unit="seconds",
         is_logarithmic=True,
         lines=tuple(Line(at=target, label=f"{target:g} s") for target in sorted(targets)),
         series=("P99", "max"),
-        rows=tuple(_row(each.configuration.name, each.p99, each.max) for each in figures),
+        rows=tuple(_row(each.name, each.p99, each.max) for each in figures),
     )
     ttft = Panel(
         title=f"prompt of {load.long_tokens:,} tokens: time to first token",
         unit="seconds",
         is_logarithmic=True,
         series=("TTFT",),
-        rows=tuple(_row(each.configuration.name, each.ttft) for each in figures),
+        rows=tuple(_row(each.name, each.ttft) for each in figures),
     )
     note = f"Dots: medians of {max(each.num_runs for each in figures)} runs; bars: least to most."
     return draw(title, (tbt, ttft), note=note)
@@ -86,7 +87,7 @@ def run_row(run: StallRun, *, tbt_target_seconds: float) -> dict[str, object]:
     """One run for JSON, with every gap of the streams during the prefill."""
     return {
         "kind": "run",
-        "configuration": run.configuration.name,
+        "configuration": run.contender,
         "round": run.round_number,
         "before": summary_row(summarize_gaps(run.before, tbt_target_seconds=tbt_target_seconds)),
         "during": summary_row(summarize_gaps(run.during, tbt_target_seconds=tbt_target_seconds)),
@@ -100,7 +101,7 @@ def run_row(run: StallRun, *, tbt_target_seconds: float) -> dict[str, object]:
 def _figures(runs: Sequence[StallRun], *, tbt_target_seconds: float) -> list[_Figures]:
     by_name: dict[str, list[StallRun]] = {}
     for run in runs:
-        by_name.setdefault(run.configuration.name, []).append(run)
+        by_name.setdefault(run.contender, []).append(run)
     return [_figures_of(found, tbt_target_seconds=tbt_target_seconds) for found in by_name.values()]
 
 
@@ -108,6 +109,7 @@ def _figures_of(runs: Sequence[StallRun], *, tbt_target_seconds: float) -> _Figu
     before = [summarize_gaps(run.before, tbt_target_seconds=tbt_target_seconds) for run in runs]
     during = [summarize_gaps(run.during, tbt_target_seconds=tbt_target_seconds) for run in runs]
     return _Figures(
+        name=runs[0].contender,
         configuration=runs[0].configuration,
         num_runs=len(runs),
         p50_before=spread(summary.tbt_seconds.p50 for summary in before),
@@ -128,11 +130,11 @@ def _notes(figures: Sequence[_Figures]) -> list[str]:
     """What a reader must know of configurations in which streams ended before the long prompt had its first token."""
     notes = []
     for each in figures:
-        if each.num_streams_ended and each.configuration.rule == "faster_transformer":
-            notes.append(f"{each.configuration.name} admits nothing while a batch runs: the prompt waited for its end.")
+        if each.num_streams_ended and _rule(each) == "faster_transformer":
+            notes.append(f"{each.name} admits nothing while a batch runs: the prompt waited for its end.")
         elif each.num_streams_ended:
             notes.append(
-                f"Careful: with {each.configuration.name}, {each.num_streams_ended} streams ended before the prompt's "
+                f"Careful: with {each.name}, {each.num_streams_ended} streams ended before the prompt's "
                 "first token; let them write more tokens."
             )
     return notes
@@ -141,25 +143,39 @@ def _notes(figures: Sequence[_Figures]) -> list[str]:
 def _verdicts(figures: Sequence[_Figures]) -> list[str]:
     """For every `auto` with a target of its own: is it kept, and at what price."""
     lines = []
-    unchunked = [each.ttft.median for each in figures if each.configuration.rule in ("orca", "vllm")]
+    unchunked = [each.ttft.median for each in figures if _rule(each) in ("orca", "vllm")]
     for each in figures:
-        target = each.configuration.tbt_target_seconds
+        target = _target(each)
         if target is None:
             continue
         kept = "kept in every run" if each.p99.high <= target else f"not kept: P99 up to {each.p99.high * 1000:.0f} ms"
-        fixed = [other for other in figures if _is_fixed(other) and other.p99.high <= target]
+        keeping = [other for other in figures if other.p99.high <= target]
         prices = [
-            f"{each.ttft.median / best.ttft.median:.2f} x {best.configuration.name}, the best number that keeps it"
-            for best in sorted(fixed, key=lambda other: other.ttft.median)[:1]
+            *_price(each, [other for other in keeping if _is_fixed(other)], "the best number that keeps it"),
+            *_price(each, [other for other in keeping if other.configuration is None], "the best peer that keeps it"),
         ]
         prices += [f"{each.ttft.median / min(unchunked):.2f} x unchunked"] if unchunked else []
         price = f"; TTFT {', '.join(prices)}" if prices else ""
-        lines.append(f"- {each.configuration.name}: target {kept}{price}")
+        lines.append(f"- {each.name}: target {kept}{price}")
     return ["\n".join(lines)] if lines else []
 
 
+def _price(figures: _Figures, others: Sequence[_Figures], what: str) -> list[str]:
+    """The TTFT beside the least of some others', where there are any."""
+    best = min(others, key=lambda other: other.ttft.median, default=None)
+    return [] if best is None else [f"{figures.ttft.median / best.ttft.median:.2f} x {best.name}, {what}"]
+
+
 def _is_fixed(figures: _Figures) -> bool:
-    return (figures.configuration.budget or "").isdecimal()
+    return figures.configuration is not None and (figures.configuration.budget or "").isdecimal()
+
+
+def _rule(figures: _Figures) -> str | None:
+    return None if figures.configuration is None else figures.configuration.rule
+
+
+def _target(figures: _Figures) -> float | None:
+    return None if figures.configuration is None else figures.configuration.tbt_target_seconds
 
 
 def _row(label: str, *spreads: Spread) -> Row:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 
 import pytest
 
-from stallfree_loadtest.measures import gaps, quantiles, summarize_gaps, time_to_first_token
+from stallfree_loadtest.measures import gaps, summarize_gaps, time_to_first_token
 from tests.support.clusters import script, scripted_cluster, stream, wait_idle
-from tests.support.samples import Samples, bucket_of, scrape
+from tests.support.samples import Samples, scrape
 from tests.support.scripted import SLOW
 
 TBT_TARGET_SECONDS = 0.05
+LONG_STALL_SECONDS = 0.25
+"""Of the two kinds: those of a slow step last nearly twice as long, any other only some milliseconds."""
 NUM_STREAMS = 40
 
 
 def _assert_agree(samples: Samples, name: str, seen: list[float]) -> None:
-    """Same count; P50 within 10 %; P99 in the same bucket or the next."""
-    exact = quantiles(seen)
-    buckets = samples.buckets(name)
-    assert buckets[-1][1] == len(seen)
-    assert samples.quantile(name, 0.5) == pytest.approx(exact.p50, rel=0.10)
-    assert abs(bucket_of(samples.quantile(name, 0.99), buckets) - bucket_of(exact.p99, buckets)) <= 1
+    """Same count; and the median and what few gaps or requests exceed lie within 10 % of the same bucket."""
+    assert samples.buckets(name)[-1][1] == len(seen)
+    for ratio in (0.5, 0.997):
+        exact = sorted(seen)[math.ceil(ratio * len(seen)) - 1]
+        low, high = samples.quantile_bounds(name, ratio)
+        assert 0.9 * low < exact <= 1.1 * high, f"P{100 * ratio:g} of {name}"
 
 
 async def test_ttft_tbt_and_stall_agree_with_the_clients_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +53,6 @@ async def test_ttft_tbt_and_stall_agree_with_the_clients_stamps(monkeypatch: pyt
     assert len(seconds) == num_tokens - NUM_STREAMS
     first_tokens = [ttft for trace in traces if (ttft := time_to_first_token(trace)) is not None]
     stalls = summarize_gaps(found, tbt_target_seconds=TBT_TARGET_SECONDS)
-    assert stalls.num_stalls > 5
     for service, samples in (("router", router), ("worker", worker)):
         prefix = f"stallfree_{service}"
         _assert_agree(samples, f"{prefix}_time_between_tokens_seconds", seconds)
@@ -59,6 +61,8 @@ async def test_ttft_tbt_and_stall_agree_with_the_clients_stamps(monkeypatch: pyt
         assert samples.total(f"{prefix}_stall_seconds_sum") == pytest.approx(stalls.stall_seconds, rel=0.10)
         assert samples.total(f"{prefix}_generated_tokens_total") == num_tokens
         assert samples.total(f"{prefix}_prompt_tokens_total") == sum(len(prompt) for prompt in prompts)
-    assert router.total("stallfree_router_stall_seconds_count", cause="worker") == pytest.approx(
-        stalls.num_stalls, rel=0.1
-    )
+    # The machine itself makes short ones now and then, here and there.
+    bounds = dict(router.buckets("stallfree_router_stall_seconds", cause="worker"))
+    num_long = sum(gap.seconds - TBT_TARGET_SECONDS > LONG_STALL_SECONDS for gap in found)
+    assert num_long > 5
+    assert bounds[math.inf] - bounds[LONG_STALL_SECONDS] == num_long

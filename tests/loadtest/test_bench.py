@@ -15,18 +15,18 @@ from stallfree_loadtest.bench import (
     LIMIT,
     BenchLoad,
     BenchRun,
-    OwnCluster,
     bench_picture,
     bench_report,
     run_bench,
     run_row,
 )
+from stallfree_loadtest.contenders import OwnCluster
 from stallfree_loadtest.fleet import configuration
 from stallfree_loadtest.limits import Limits
 from stallfree_loadtest.live import RequestFailedError
 from stallfree_loadtest.peers import Peer, PeerError, peer
 from stallfree_loadtest.prompts import Vocabulary
-from tests.loadtest.test_fleet import fleet
+from tests.loadtest.test_fleet import fleet, peer_double
 from tests.loadtest.test_picture import texts_of
 
 LOAD = BenchLoad(
@@ -37,18 +37,13 @@ LOAD = BenchLoad(
     vocabulary=Vocabulary(),
     seed=0,
 )
-DOUBLE = shlex.join([sys.executable, str(Path(__file__).with_name("service_double.py"))])
-
-
-def double(*words: str) -> Peer:
-    return Peer(name="other", command=f"{DOUBLE} port={{port}} {' '.join(words)}", start_timeout_seconds=20)
 
 
 async def test_every_round_measures_each_contender_once() -> None:
     told: list[BenchRun] = []
     async with fleet() as made:
-        ours = OwnCluster(fleet=made, configuration=configuration("sarathi:auto"))
-        runs = await run_bench([ours, double()], LOAD, rounds=2, on_run=told.append)
+        ours = OwnCluster(name="stallfree", fleet=made, configuration=configuration("sarathi:auto"))
+        runs = await run_bench([ours, peer_double()], LOAD, rounds=2, on_run=told.append)
     assert runs == told
     assert [(run.round_number, run.contender, run.measure) for run in runs] == [
         (number, name, measure)
@@ -69,12 +64,12 @@ async def test_every_round_measures_each_contender_once() -> None:
 async def test_a_request_that_fails_ends_the_experiment_with_its_reason() -> None:
     longer = dataclasses.replace(LOAD, decode_tokens=40)  # than any stream lasts
     with pytest.raises(RequestFailedError, match="the worker is gone"):
-        await run_bench([double("breaks-streams")], longer, rounds=1, on_run=lambda _: None)
+        await run_bench([peer_double("breaks-streams")], longer, rounds=1, on_run=lambda _: None)
 
 
 async def test_a_peer_that_ends_is_told_with_its_last_words() -> None:
     with pytest.raises(PeerError, match=r"other exited with status 1:\n.*there is no such model"):
-        await run_bench([double("ends-at-once")], LOAD, rounds=1, on_run=lambda _: None)
+        await run_bench([peer_double("ends-at-once")], LOAD, rounds=1, on_run=lambda _: None)
 
 
 def test_a_peer_is_a_name_and_a_command_with_a_port() -> None:
@@ -147,7 +142,7 @@ async def test_limits_are_measured_before_every_round() -> None:
     async def find() -> Limits:
         return limits
 
-    runs = await run_bench([double()], LOAD, rounds=1, on_run=lambda _: None, find_limits=find)
+    runs = await run_bench([peer_double()], LOAD, rounds=1, on_run=lambda _: None, find_limits=find)
     own = {run.measure: run.tokens_per_second for run in runs if run.contender == LIMIT}
     assert list(own) == list(LOAD.measures)
     # 300 tokens: 2 * 1000 * 300 + 2 * 500 + 4 * 64 * (300 * 301 / 2 + 16 * 17 / 2 + 284 * 16) operations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ import pytest
 
 from stallfree_loadtest.cluster import ClusterSettings
 from stallfree_loadtest.fleet import RULES, Configuration, Fleet, configuration
+from stallfree_loadtest.peers import Peer
 from stallfree_worker.settings import BatchingName
 
 SERVICE = (sys.executable, str(Path(__file__).with_name("service_double.py")), "tells-it-is-idle")
@@ -46,6 +48,12 @@ def test_a_configuration_that_cannot_be_is_refused(text: str) -> None:
 
 def test_every_rule_of_the_worker_can_be_measured() -> None:
     assert set(RULES) == set(get_args(BatchingName))
+
+
+def peer_double(*words: str) -> Peer:
+    """A stand-in for another server, named `other`."""
+    command = shlex.join(SERVICE[:2])
+    return Peer(name="other", command=f"{command} port={{port}} {' '.join(words)}", start_timeout_seconds=20)
 
 
 @asynccontextmanager

@@ -8,13 +8,14 @@ import math
 
 import pytest
 
-from stallfree_loadtest.fleet import configuration
+from stallfree_loadtest.contenders import Contender, OwnCluster
+from stallfree_loadtest.fleet import Fleet, configuration
 from stallfree_loadtest.live import RequestFailedError
 from stallfree_loadtest.measures import Gap
 from stallfree_loadtest.prompts import Vocabulary
 from stallfree_loadtest.stalls import StallLoad, StallRun, run_stalls
 from stallfree_loadtest.stalls_report import run_row, stalls_picture, stalls_report
-from tests.loadtest.test_fleet import fleet
+from tests.loadtest.test_fleet import fleet, peer_double
 from tests.loadtest.test_picture import texts_of
 
 LOAD = StallLoad(
@@ -29,15 +30,21 @@ LOAD = StallLoad(
 )
 
 
-async def test_every_round_measures_each_configuration_once() -> None:
+def ours(fleet: Fleet, name: str) -> OwnCluster:
+    return OwnCluster(name=name, fleet=fleet, configuration=configuration(name))
+
+
+async def test_every_round_measures_each_contender_once() -> None:
     told: list[StallRun] = []
-    names = ["orca", "sarathi:256"]
+    names = ["orca", "sarathi:256", "other"]
     async with fleet() as made:
-        runs = await run_stalls(made, [configuration(name) for name in names], LOAD, rounds=2, on_run=told.append)
+        contenders: list[Contender] = [ours(made, "orca"), ours(made, "sarathi:256"), peer_double()]
+        runs = await run_stalls(contenders, LOAD, rounds=2, on_run=told.append)
     assert runs == told
-    assert [(run.round_number, run.configuration.name) for run in runs] == [
+    assert [(run.round_number, run.contender) for run in runs] == [
         (number, name) for number in (1, 2) for name in names
     ]
+    assert [run.configuration for run in runs[:3]] == [configuration("orca"), configuration("sarathi:256"), None]
     for run in runs:
         assert run.ttft_seconds is not None
         assert run.ttft_seconds >= 0.3  # what the stand-in takes for a long prompt
@@ -50,14 +57,14 @@ async def test_every_round_measures_each_configuration_once() -> None:
 async def test_a_long_prompt_that_waits_for_the_streams_says_how_many_ended() -> None:
     load = dataclasses.replace(LOAD, stream_tokens=60, seconds_before=0.5)
     async with fleet() as made:
-        (run,) = await run_stalls(made, [configuration("orca")], load, rounds=1, on_run=lambda _: None)
+        (run,) = await run_stalls([ours(made, "orca")], load, rounds=1, on_run=lambda _: None)
     assert run.num_streams_ended == load.num_streams
 
 
 async def test_patience_bounds_the_wait_for_the_first_token() -> None:
     load = dataclasses.replace(LOAD, patience_seconds=0.1)
     async with fleet() as made:
-        (run,) = await run_stalls(made, [configuration("orca")], load, rounds=1, on_run=lambda _: None)
+        (run,) = await run_stalls([ours(made, "orca")], load, rounds=1, on_run=lambda _: None)
     assert run.ttft_seconds is None
     assert run.num_tokens_during > 0
 
@@ -65,12 +72,15 @@ async def test_patience_bounds_the_wait_for_the_first_token() -> None:
 async def test_a_stream_that_breaks_ends_the_experiment_with_its_reason() -> None:
     async with fleet("breaks-streams") as made:
         with pytest.raises(RequestFailedError, match=r"failed after 21 tokens: .*the worker is gone"):
-            await run_stalls(made, [configuration("orca")], LOAD, rounds=1, on_run=lambda _: None)
+            await run_stalls([ours(made, "orca")], LOAD, rounds=1, on_run=lambda _: None)
 
 
-def run_of(name: str, number: int, *, gap: float, ttft: float | None, ended: int = 0) -> StallRun:
+def run_of(
+    name: str, number: int, *, gap: float, ttft: float | None, ended: int = 0, is_peer: bool = False
+) -> StallRun:
     return StallRun(
-        configuration=configuration(name),
+        contender=name,
+        configuration=None if is_peer else configuration(name),
         round_number=number,
         before=(Gap(began_at=0.0, ended_at=0.04),),
         during=(Gap(began_at=1.0, ended_at=1.0 + gap), Gap(began_at=1.0, ended_at=1.0 + gap)),
@@ -111,11 +121,22 @@ def test_the_report_holds_auto_against_its_target_and_the_alternatives() -> None
     assert any(line.startswith("Careful: with sarathi:auto@0.1, 2 streams ended") for line in lines)
 
 
+def test_auto_is_held_against_the_peers_that_keep_its_target() -> None:
+    peers = [
+        run_of(name, 1, gap=gap, ttft=ttft, is_peer=True)
+        for name, gap, ttft in (("slow", 0.1, 10.0), ("better", 0.19, 8.0), ("stalling", 0.3, 3.0))
+    ]
+    auto = run_of("sarathi:auto@0.2", 1, gap=0.2, ttft=4.0)
+    lines = stalls_report([*peers, auto], LOAD, tbt_target_seconds=0.2).splitlines()
+    price = "TTFT 0.50 x better, the best peer that keeps it"
+    assert f"- sarathi:auto@0.2: target kept in every run; {price}" in lines
+
+
 def test_the_picture_is_an_svg_with_every_configuration_in_it() -> None:
     svg = stalls_picture(RUNS, LOAD, tbt_target_seconds=0.2, title="Streams & a prompt")
     texts = texts_of(svg)
     assert texts[0] == "Streams & a prompt"
-    assert {run.configuration.name for run in RUNS} <= set(texts)
+    assert {run.contender for run in RUNS} <= set(texts)
     assert {"0.1 s", "0.2 s", "beyond →"} <= set(texts)
 
 

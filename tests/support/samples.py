@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -35,15 +35,14 @@ class Samples:
                 counts[bound] = counts.get(bound, 0.0) + value
         return sorted(counts.items())
 
-    def quantile(self, name: str, ratio: float, **labels: str) -> float:
-        """As Prometheus' histogram_quantile: linear inside the bucket."""
-        low_bound, low_count = 0.0, 0.0
+    def quantile_bounds(self, name: str, ratio: float, **labels: str) -> tuple[float, float]:
+        """The bucket in which a histogram's quantile lies: more than the first and up to the second."""
+        low_bound = 0.0
         buckets = self.buckets(name, **labels)
-        rank = ratio * buckets[-1][1]
         for bound, count in buckets:
-            if count >= rank:
-                return low_bound + (bound - low_bound) * (rank - low_count) / (count - low_count)
-            low_bound, low_count = bound, count
+            if count >= ratio * buckets[-1][1] > 0:
+                return low_bound, bound
+            low_bound = bound
         raise AssertionError(f"{name} has no sample")
 
 
@@ -53,11 +52,6 @@ async def scrape(url: str) -> Samples:
         answer = await client.get(f"{url}/metrics")
         answer.raise_for_status()
         return Samples(answer.text)
-
-
-def bucket_of(value: float, buckets: Iterable[tuple[float, float]]) -> int:
-    """Index of the bucket that a value falls into."""
-    return next(index for index, (bound, _) in enumerate(buckets) if value <= bound)
 
 
 def _matches(has: Mapping[str, str], wanted: Mapping[str, str]) -> bool:

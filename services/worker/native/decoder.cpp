@@ -2,7 +2,7 @@
 // instructions, for weights in that format). Called from Python through the functions at the end;
 // `stallfree_worker.model.cpu.library` has the same structures, and Python owns all memory that is pointed to here.
 //
-// All threads walk through the pass together: a part of a matrix, a few rows or some tasks each, and a barrier.
+// All threads walk through the pass together, a stage after the other: products with a matrix, some rows, or attention.
 
 #include <cmath>
 #include <vector>
@@ -142,10 +142,13 @@ class ForwardPass {
     return num_tokens * per_token + std::int64_t{sizeof(AttentionScratch<T>)} * num_threads + 8 * 64;
   }
 
+  int num_stages() const { return 1 + 8 * decoder_.num_layers; }
+
   void run(Member& member) {
-    embed(member);
-    norm(member, decoder_.layers[0].input_norm);
-    member.wait_for_all();
+    share_rows(member, [&](int row) {
+      embed(row);
+      norm(row, decoder_.layers[0].input_norm);
+    });
     for (int number = 0; number < decoder_.num_layers; ++number) {
       const bool is_last = number + 1 == decoder_.num_layers;
       run_layer(member, decoder_.layers[number], is_last ? nullptr : decoder_.layers[number + 1].input_norm);
@@ -179,71 +182,72 @@ class ForwardPass {
     return batch_.cu_seqlens_q[sequence + 1] - batch_.cu_seqlens_q[sequence];
   }
 
-  void embed(const Member& member) {
+  // A stage that calls `task(row)` for all rows, some at once where there are many.
+  template <class Task>
+  void share_rows(Member& member, Task&& task) {
+    const int num_at_once = std::clamp(batch_.num_tokens / (8 * member.num_threads), 1, 16);
+    member.share((batch_.num_tokens + num_at_once - 1) / num_at_once, [&](int number) {
+      const int end = std::min(batch_.num_tokens, (number + 1) * num_at_once);
+      for (int row = number * num_at_once; row < end; ++row) {
+        task(row);
+      }
+    });
+  }
+
+  float* hidden_row(int row) const { return hidden_ + std::int64_t{row} * decoder_.hidden_size; }
+
+  void embed(int row) {
     const int size = decoder_.hidden_size;
     const __m512 scale = _mm512_set1_ps(decoder_.embedding_scale);
-    const Range rows = member.part_of(batch_.num_tokens);
-    for (int row = rows.begin; row < rows.end; ++row) {
-      const T* from = reinterpret_cast<const T*>(decoder_.embedding) + batch_.token_ids[row] * size;
+    const T* from = reinterpret_cast<const T*>(decoder_.embedding) + batch_.token_ids[row] * size;
+    for (int i = 0; i < size; i += kWidth) {
+      _mm512_storeu_ps(hidden_row(row) + i, _mm512_mul_ps(scale, Numbers<T>::load(from + i)));
+    }
+  }
+
+  // A row of the residual stream, for the next product.
+  void norm(int row, const float* weight) {
+    const int size = decoder_.hidden_size;
+    norm_row_to(normed_ + std::int64_t{row} * size, hidden_row(row), weight, size, decoder_.norm_eps);
+  }
+
+  // Adds what a block of the layer gave to a row of the residual stream.
+  void add_update(int row, const float* post_norm) {
+    const int size = decoder_.hidden_size;
+    const float* update = update_ + std::int64_t{row} * size;
+    const auto add = [hidden = hidden_row(row)](int i, __m512 values) {
+      _mm512_storeu_ps(hidden + i, _mm512_add_ps(_mm512_loadu_ps(hidden + i), values));
+    };
+    if (post_norm != nullptr) {
+      norm_row(update, post_norm, size, decoder_.norm_eps, add);
+    } else {
       for (int i = 0; i < size; i += kWidth) {
-        _mm512_storeu_ps(hidden_ + std::int64_t{row} * size + i, _mm512_mul_ps(scale, Numbers<T>::load(from + i)));
+        add(i, _mm512_loadu_ps(update + i));
       }
     }
   }
 
-  // This thread's rows of the residual stream, for the next product.
-  void norm(const Member& member, const float* weight) {
-    const int size = decoder_.hidden_size;
-    const Range rows = member.part_of(batch_.num_tokens);
-    for (int row = rows.begin; row < rows.end; ++row) {
-      const std::int64_t at = std::int64_t{row} * size;
-      norm_row_to(normed_ + at, hidden_ + at, weight, size, decoder_.norm_eps);
-    }
-  }
-
-  // Adds what a block of the layer gave to this thread's rows of the residual stream.
-  void add_update(const Member& member, const float* post_norm) {
-    const int size = decoder_.hidden_size;
-    const Range rows = member.part_of(batch_.num_tokens);
-    for (int row = rows.begin; row < rows.end; ++row) {
-      float* hidden = hidden_ + std::int64_t{row} * size;
-      const float* update = update_ + std::int64_t{row} * size;
-      const auto add = [hidden](int i, __m512 values) {
-        _mm512_storeu_ps(hidden + i, _mm512_add_ps(_mm512_loadu_ps(hidden + i), values));
-      };
-      if (post_norm != nullptr) {
-        norm_row(update, post_norm, size, decoder_.norm_eps, add);
-      } else {
-        for (int i = 0; i < size; i += kWidth) {
-          add(i, _mm512_loadu_ps(update + i));
-        }
-      }
-    }
-  }
-
+  // Eight stages.
   void run_layer(Member& member, const StallfreeLayer& layer, const float* next_norm) {
     project(member, normed_, decoder_.hidden_size, layer.qkv, projected_);
-    member.wait_for_all();
-    place_heads(member, layer);
-    member.wait_for_all();
+    share_rows(member, [&](int row) { place_heads(row, layer); });
     attend(member, layer);
     project(member, attended_, num_q_, layer.output, update_);
-    member.wait_for_all();
-    add_update(member, layer.attention_post_norm);
-    norm(member, layer.mlp_norm);
-    member.wait_for_all();
+    share_rows(member, [&](int row) {
+      add_update(row, layer.attention_post_norm);
+      norm(row, layer.mlp_norm);
+    });
     activate(member, layer.gate_up);
-    member.wait_for_all();
     project(member, active_, decoder_.intermediate_size, layer.down, update_);
-    member.wait_for_all();
-    add_update(member, layer.mlp_post_norm);
-    if (next_norm != nullptr) {
-      norm(member, next_norm);
-    }
-    member.wait_for_all();
+    share_rows(member, [&](int row) {
+      add_update(row, layer.mlp_post_norm);
+      if (next_norm != nullptr) {
+        norm(row, next_norm);
+      }
+    });
   }
 
-  void project(const Member& member, const T* x, int num_inputs, const StallfreeMatrix& weights, float* out) {
+  void project(Member& member, const T* x, int num_inputs, const StallfreeMatrix& weights, float* out) {
     const Matrix matrix = matrix_of(weights, sizeof(T) == 2);
     multiply<T>(member, x, std::ptrdiff_t{num_inputs} * sizeof(T), batch_.num_tokens, matrix, 1,
                 [&](int row, int rows, int tile, int num_tiles, const float* sums) {
@@ -265,42 +269,39 @@ class ForwardPass {
     }
   }
 
-  // Rotates queries and keys, and puts keys and values where they belong.
-  void place_heads(const Member& member, const StallfreeLayer& layer) {
+  // Rotates a row's queries and keys, and puts keys and values where they belong.
+  void place_heads(int row, const StallfreeLayer& layer) {
     const int dim = decoder_.head_dim, half = dim / 2;
     const int num_heads = decoder_.num_heads, num_rotated = num_heads + decoder_.num_kv_heads;
     const Tables& tables = batch_.tables[layer.group];
-    const Range rows = member.part_of(batch_.num_tokens);
     alignas(64) float turned[kMostHeadDim];
-    for (int row = rows.begin; row < rows.end; ++row) {
-      float* heads = projected_ + std::int64_t{row} * num_qkv_;
-      const float* cosine = batch_.cosines[layer.rope] + std::int64_t{row} * half;
-      const float* sine = batch_.sines[layer.rope] + std::int64_t{row} * half;
-      const std::int64_t block = tables.slots[row] / shape_.block_size;
-      const int slot = static_cast<int>(tables.slots[row] % shape_.block_size);
-      for (int head = 0; head < num_rotated; ++head) {
-        float* values = heads + head * dim;
-        if (layer.qk_norm != nullptr) {
-          norm_row(values, layer.qk_norm + head * dim, dim, decoder_.norm_eps,
-                   [values](int i, __m512 normed) { _mm512_storeu_ps(values + i, normed); });
-        }
-        for (int i = 0; i < half; ++i) {
-          turned[i] = values[i] * cosine[i] - values[i + half] * sine[i];
-          turned[i + half] = values[i + half] * cosine[i] + values[i] * sine[i];
-        }
-        if (head < num_heads) {
-          T* to = queries_ + std::int64_t{row} * num_q_ + head * dim;
-          for (int i = 0; i < dim; i += kWidth) {
-            Numbers<T>::store(to + i, _mm512_load_ps(turned + i));
-          }
-        } else {
-          write_key<T>(head_at(layer.keys, block, head - num_heads), turned, slot, dim);
-        }
+    float* heads = projected_ + std::int64_t{row} * num_qkv_;
+    const float* cosine = batch_.cosines[layer.rope] + std::int64_t{row} * half;
+    const float* sine = batch_.sines[layer.rope] + std::int64_t{row} * half;
+    const std::int64_t block = tables.slots[row] / shape_.block_size;
+    const int slot = static_cast<int>(tables.slots[row] % shape_.block_size);
+    for (int head = 0; head < num_rotated; ++head) {
+      float* values = heads + head * dim;
+      if (layer.qk_norm != nullptr) {
+        norm_row(values, layer.qk_norm + head * dim, dim, decoder_.norm_eps,
+                 [values](int i, __m512 normed) { _mm512_storeu_ps(values + i, normed); });
       }
-      for (int head = 0; head < decoder_.num_kv_heads; ++head) {
-        write_value<T>(head_at(layer.values, block, head), heads + (num_rotated + head) * dim, slot, dim,
-                       shape_.block_size);
+      for (int i = 0; i < half; ++i) {
+        turned[i] = values[i] * cosine[i] - values[i + half] * sine[i];
+        turned[i + half] = values[i + half] * cosine[i] + values[i] * sine[i];
       }
+      if (head < num_heads) {
+        T* to = queries_ + std::int64_t{row} * num_q_ + head * dim;
+        for (int i = 0; i < dim; i += kWidth) {
+          Numbers<T>::store(to + i, _mm512_load_ps(turned + i));
+        }
+      } else {
+        write_key<T>(head_at(layer.keys, block, head - num_heads), turned, slot, dim);
+      }
+    }
+    for (int head = 0; head < decoder_.num_kv_heads; ++head) {
+      write_value<T>(head_at(layer.values, block, head), heads + (num_rotated + head) * dim, slot, dim,
+                     shape_.block_size);
     }
   }
 
@@ -312,14 +313,14 @@ class ForwardPass {
     const AttentionRule rule{decoder_.attention_scale, decoder_.attention_softcap, layer.window};
     const Attention<T> attention(shape_, {layer.keys, layer.values}, batch_.tables[layer.group], rule,
                                  decoder_.num_heads);
-    member.share(static_cast<int>(tasks_.size()), [&](int number) {
+    member.share_one_by_one(static_cast<int>(tasks_.size()), [&](int number) {
       const AttentionTask& task = tasks_[number];
       attention.compute(task, queries_, attended_, batch_.cu_seqlens_q[task.sequence], num_queries_of(task.sequence),
                         attention_scratch_[member.index]);
     });
   }
 
-  void activate(const Member& member, const StallfreeMatrix& weights) {
+  void activate(Member& member, const StallfreeMatrix& weights) {
     const Matrix matrix = matrix_of(weights, sizeof(T) == 2);
     multiply<T>(member, normed_, std::ptrdiff_t{decoder_.hidden_size} * sizeof(T), batch_.num_tokens, matrix, 2,
                 [&](int row, int rows, int tile, int num_tiles, const float* sums) {
@@ -370,7 +371,7 @@ template <class T>
 void forward(const StallfreeDecoder& decoder, const StallfreeBatch& batch, float* hidden, char* scratch,
              int num_threads) {
   ForwardPass<T> pass(decoder, batch, hidden, scratch, num_threads);
-  run_together(num_threads, [&](Member& member) { pass.run(member); });
+  run_together(num_threads, pass.num_stages(), [&](Member& member) { pass.run(member); });
 }
 
 // The output layer for some rows of `hidden`.
@@ -380,13 +381,11 @@ void head(const StallfreeDecoder& decoder, const float* hidden, const std::int64
   const int size = decoder.hidden_size;
   T* normed = reinterpret_cast<T*>(scratch);
   const Matrix matrix = matrix_of(decoder.head, sizeof(T) == 2);
-  run_together(num_threads, [&](Member& member) {
-    const Range own = member.part_of(num_rows);
-    for (int row = own.begin; row < own.end; ++row) {
+  run_together(num_threads, 2, [&](Member& member) {
+    member.share(num_rows, [&](int row) {
       norm_row_to(normed + std::int64_t{row} * size, hidden + rows[row] * size, decoder.final_norm, size,
                   decoder.norm_eps);
-    }
-    member.wait_for_all();
+    });
     multiply<T>(member, normed, std::ptrdiff_t{size} * sizeof(T), num_rows, matrix, 1,
                 [&](int row, int count, int tile, int num_tiles, const float* sums) {
                   for (int r = 0; r < count; ++r) {
@@ -433,7 +432,7 @@ void stallfree_forward(const StallfreeDecoder* decoder, const StallfreeBatch* ba
 void stallfree_draw(const float* logits, int num_rows, int num_ids, const float* temperatures, const double* shares,
                     const void* const* allowed, std::int64_t* tokens, int num_threads) {
   // Idle members cost less than another number of threads, for which OpenMP would end some and start them anew.
-  run_together(num_rows == 1 ? 1 : num_threads, [&](Member& member) {
+  run_together(num_rows == 1 ? 1 : num_threads, 1, [&](Member& member) {
     member.share(num_rows, [&](int row) {
       const Logits own{logits + std::int64_t{row} * num_ids, num_ids, static_cast<const char*>(allowed[row])};
       tokens[row] = draw(own, temperatures[row], shares[row]);
@@ -446,8 +445,8 @@ void stallfree_draw(const float* logits, int num_rows, int num_ids, const float*
 std::int64_t stallfree_read(const char* memory, std::int64_t num_bytes, int num_threads) {
   constexpr int kLine = 64, kAhead = 32;
   std::atomic<std::int64_t> sum{0};
-  run_together(num_threads, [&](Member& member) {
-    const Range lines = member.part_of(static_cast<int>(num_bytes / kLine));
+  run_together(num_threads, 0, [&](Member& member) {
+    const Range lines = part_of(static_cast<int>(num_bytes / kLine), member.index, member.num_threads);
     __m512i total = _mm512_setzero_si512();
     for (std::int64_t line = lines.begin; line < lines.end; ++line) {
       _mm_prefetch(memory + (line + kAhead) * kLine, _MM_HINT_T0);

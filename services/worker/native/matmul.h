@@ -149,21 +149,30 @@ inline void scale(const float* scales, int rows, int num_tiles, float* sums) {
   }
 }
 
-// Multiplies x, `num_rows` rows that lie `x_stride` bytes apart, with this thread's part of a matrix. `take(row, rows,
-// tile, tiles, sums)` is given float sums, [rows][kPassStride], as they come. Integer weights are widened a pass's tiles at
-// a time, which stay in the cache for all rows.
+// A stage that multiplies x, `num_rows` rows that lie `x_stride` bytes apart, with a matrix. `take(row, rows, tile, tiles,
+// sums)` is given float sums, [rows][kPassStride], as they come. Integer weights are widened a pass's tiles at a time,
+// which stay in the cache for all rows.
 template <class T, class Take>
-void multiply(const Member& member, const void* x, std::ptrdiff_t x_stride, int num_rows, const Matrix& matrix,
+void multiply(Member& member, const void* x, std::ptrdiff_t x_stride, int num_rows, const Matrix& matrix,
               int tile_multiple, Take&& take) {
-  const Range units = member.part_of((matrix.num_tiles + tile_multiple - 1) / tile_multiple);
-  const int end_tile = std::min(matrix.num_tiles, units.end * tile_multiple);
   const std::ptrdiff_t tile_stride = std::ptrdiff_t{matrix.lanes} * 64;
   const Passes passes(num_rows);
   const int widest = passes.tiles / tile_multiple * tile_multiple;
+  const int num_units = (matrix.num_tiles + tile_multiple - 1) / tile_multiple;
+  const auto tiles_of = [&](int part) {
+    const Range units = part_of(num_units, part, member.num_threads);
+    return Range{units.begin * tile_multiple, std::min(matrix.num_tiles, units.end * tile_multiple)};
+  };
+  const auto num_passes_of = [&](int part) {
+    const Range own = tiles_of(part);
+    return (own.end - own.begin + widest - 1) / widest;
+  };
   alignas(64) float sums[kMostRows * kPassStride];
   char* widened = matrix.scales == nullptr ? nullptr : own_bytes(widest * tile_stride);
-  for (int tile = units.begin * tile_multiple; tile < end_tile; tile += widest) {
-    const int num_tiles = std::min(widest, end_tile - tile);
+  member.share_parts(num_passes_of, [&](int part, int number) {
+    const Range own = tiles_of(part);
+    const int tile = own.begin + number * widest;
+    const int num_tiles = std::min(widest, own.end - tile);
     const char* base = matrix.tiles + tile * tile_stride;
     if (matrix.scales != nullptr) {
       widen(matrix.tiles + tile * tile_stride / 2, widened, std::ptrdiff_t{num_tiles} * matrix.lanes);
@@ -179,7 +188,7 @@ void multiply(const Member& member, const void* x, std::ptrdiff_t x_stride, int 
       }
       take(row, rows, tile, num_tiles, sums);
     }
-  }
+  });
 }
 
 }  // namespace stallfree

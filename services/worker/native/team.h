@@ -5,25 +5,97 @@
 #include <sched.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace stallfree {
 
-// Where all threads wait for the last. A step has a hundred of these, some microseconds apart, so waiting spins; where
-// another process has taken the core that the last one needs, spinning would keep it away, so after a while it yields.
-class Barrier {
- public:
-  // Before the first thread comes.
-  void expect(int num_threads) { num_threads_ = num_threads; }
+// A counter in a cache line of its own.
+struct alignas(64) Counter {
+  std::atomic<std::uint64_t> value{0};
+};
 
-  void wait() {
-    const std::uint32_t round = round_.load(std::memory_order_relaxed);
-    if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads_) {
-      num_arrived_.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_release);
-      return;
+struct Range {
+  int begin;
+  int end;
+};
+
+// Part `number` of `count` things that are dealt out to `num_parts`.
+inline Range part_of(int count, int number, int num_parts) {
+  return {static_cast<int>(std::int64_t{count} * number / num_parts),
+          static_cast<int>(std::int64_t{count} * (number + 1) / num_parts)};
+}
+
+// One thread's view of its team. The team's work is a row of stages, and every thread walks through all of them. A stage
+// is a number of tasks, in parts; all are done before the next stage begins. A thread takes the tasks of its own part
+// from the front, then what is left of the others' from the back. So a thread that another process keeps from its core
+// holds up nothing but the task it has in hand, and passes by what the others have done until it comes back.
+class Member {
+ public:
+  // `counters`: zeros, for each stage one of tasks done and one of tasks taken from each thread's part.
+  Member(Counter* counters, int index, int num_threads) : index(index), num_threads(num_threads), counters_(counters) {}
+
+  const int index;
+  const int num_threads;
+
+  // A stage with a part for each thread: `size_of(part)` tasks each, and `task(part, number)` does one.
+  template <class SizeOf, class Task>
+  void share_parts(SizeOf&& size_of, Task&& task) {
+    share_stage(num_threads, size_of, task);
+  }
+
+  // A stage of tasks of about one size: neighbours go to one thread.
+  template <class Task>
+  void share(int num_tasks, Task&& task) {
+    const auto part = [&](int number) { return part_of(num_tasks, number, num_threads); };
+    share_parts([&](int number) { return part(number).end - part(number).begin; },
+                [&](int number, int place) { task(part(number).begin + place); });
+  }
+
+  // A stage of tasks of unequal size, the largest first: one part for all.
+  template <class Task>
+  void share_one_by_one(int num_tasks, Task&& task) {
+    share_stage(1, [=](int) { return num_tasks; }, [&](int, int number) { task(number); });
+  }
+
+ private:
+  template <class SizeOf, class Task>
+  void share_stage(int num_parts, SizeOf&& size_of, Task&& task) {
+    Counter& num_done = counters_[0];
+    std::uint64_t num_own = 0, num_all = 0;
+    for (int turn = 0; turn < num_parts; ++turn) {
+      const int part = (index + turn) % num_parts;
+      const int size = size_of(part);
+      num_all += size;
+      for (int number; (number = take(counters_[1 + part], size, turn == 0)) >= 0; ++num_own) {
+        task(part, number);
+      }
     }
-    for (int turn = 0; round_.load(std::memory_order_acquire) == round; ++turn) {
+    counters_ += 1 + num_threads;
+    if (num_done.value.fetch_add(num_own, std::memory_order_acq_rel) + num_own != num_all) {
+      wait(num_done, num_all);
+    }
+  }
+
+  // The next task of a part, or -1 where all are taken. The low half counts those from the front.
+  static int take(Counter& taken, int size, bool is_from_front) {
+    const auto is_over = [size](std::uint64_t counts) { return static_cast<int>(counts) + static_cast<int>(counts >> 32) >= size; };
+    if (is_over(taken.value.load(std::memory_order_relaxed))) {
+      return -1;
+    }
+    const std::uint64_t counts = taken.value.fetch_add(is_from_front ? 1 : std::uint64_t{1} << 32, std::memory_order_relaxed);
+    if (is_over(counts)) {
+      return -1;
+    }
+    return is_from_front ? static_cast<int>(counts) : size - 1 - static_cast<int>(counts >> 32);
+  }
+
+  // A step has some hundred stages, some microseconds apart, so waiting spins; where another process has taken the core
+  // that the last task needs, spinning would keep it away, so after a while it yields.
+  static void wait(const Counter& num_done, std::uint64_t num_all) {
+    constexpr int kSpins = 2000;
+    for (int turn = 0; num_done.value.load(std::memory_order_acquire) != num_all; ++turn) {
       if (turn < kSpins) {
         __builtin_ia32_pause();
       } else {
@@ -32,56 +104,7 @@ class Barrier {
     }
   }
 
- private:
-  static constexpr int kSpins = 2000;
-  int num_threads_ = 1;
-  alignas(64) std::atomic<int> num_arrived_{0};
-  alignas(64) std::atomic<std::uint32_t> round_{0};
-};
-
-struct Range {
-  int begin;
-  int end;
-};
-
-// What all threads of a call have in common.
-struct Shared {
-  Barrier barrier;
-  alignas(64) std::atomic<int> next_task[2] = {0, 0};
-};
-
-// One thread's view of its team.
-class Member {
- public:
-  Member(Shared& shared, int index, int num_threads) : index(index), num_threads(num_threads), shared_(shared) {}
-
-  const int index;
-  const int num_threads;
-
-  // This thread's part of `count` things, all of one size.
-  Range part_of(int count) const {
-    return {static_cast<int>(std::int64_t{count} * index / num_threads),
-            static_cast<int>(std::int64_t{count} * (index + 1) / num_threads)};
-  }
-
-  void wait_for_all() { shared_.barrier.wait(); }
-
-  // Has the threads take tasks one by one, for tasks of unequal size, and waits for all.
-  template <class Task>
-  void share(int num_tasks, Task&& task) {
-    std::atomic<int>& next = shared_.next_task[turn_];
-    for (int number = next.fetch_add(1); number < num_tasks; number = next.fetch_add(1)) {
-      task(number);
-    }
-    turn_ ^= 1;
-    shared_.barrier.wait();
-    // The other counter is in use from here on; this one is set back before it is needed again, a barrier later.
-    next.store(0);
-  }
-
- private:
-  Shared& shared_;
-  int turn_ = 0;
+  Counter* counters_;
 };
 
 // Keeps a thread on a core of its own for one call, where the call has as many threads as this process had cores at its
@@ -89,13 +112,15 @@ class Member {
 // milliseconds. A thread whose cores are others by now, because somebody has told it so, is left alone.
 class Pin {
  public:
-  Pin(int index, int num_threads) : is_pinned_(CPU_COUNT(&own_cores()) == num_threads && has_own_cores()) {
+  // `first_core`: where the call came from, and its thread, which is the first, stays.
+  Pin(int index, int num_threads, int first_core)
+      : is_pinned_(CPU_COUNT(&own_cores()) == num_threads && has_own_cores() && CPU_ISSET(first_core, &own_cores())) {
     if (!is_pinned_) {
       return;
     }
-    int core = -1;
-    for (int left = index; left >= 0; left -= CPU_ISSET(core, &own_cores()) ? 1 : 0) {
-      ++core;
+    int core = first_core;
+    for (int other = -1; index > 0; index -= CPU_ISSET(other, &own_cores()) && other != first_core ? 1 : 0) {
+      core = ++other;
     }
     cpu_set_t only;
     CPU_ZERO(&only);
@@ -131,16 +156,16 @@ class Pin {
   const bool is_pinned_;
 };
 
-// Calls `work(member)` in up to `num_threads` threads, fewer where OpenMP is told to have fewer.
+// Calls `work(member)`, which walks through `num_stages` stages, in up to `num_threads` threads, fewer where OpenMP is
+// told to have fewer.
 template <class Work>
-void run_together(int num_threads, Work&& work) {
-  Shared shared;
+void run_together(int num_threads, int num_stages, Work&& work) {
+  std::vector<Counter> counters(static_cast<std::size_t>(num_stages) * (1 + num_threads));
+  const int core = sched_getcpu();
 #pragma omp parallel num_threads(num_threads)
   {
-#pragma omp single
-    shared.barrier.expect(omp_get_num_threads());
-    Member member(shared, omp_get_thread_num(), omp_get_num_threads());
-    const Pin pin(member.index, member.num_threads);
+    Member member(counters.data(), omp_get_thread_num(), omp_get_num_threads());
+    const Pin pin(member.index, member.num_threads, core);
     work(member);
   }
 }
