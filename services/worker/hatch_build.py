@@ -19,7 +19,10 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _OUTPUT = Path("stallfree_worker/model/cpu/_kernels.so")
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mprefer-vector-width=512")
+_AVX512 = (
+    "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma",
+    "-mprefer-vector-width=512",
+)  # fmt: skip
 _COMMON = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-Wall", "-Wextra")
 
 

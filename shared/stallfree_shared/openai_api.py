@@ -45,7 +45,6 @@ change the answer are refused by name (see the router's `routes/bodies.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationInfo, field_validator
@@ -321,9 +320,9 @@ class CompletionChoice(ResponseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
-    token_ids: Sequence[int] | None = Field(None, exclude_if=_is_none)
+    token_ids: tuple[int, ...] | None = Field(None, exclude_if=_is_none)
     prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=_is_none)
-    prompt_token_ids: Sequence[int] | None = Field(None, exclude_if=_is_none)
+    prompt_token_ids: tuple[int, ...] | None = Field(None, exclude_if=_is_none)
 
 
 class Completion(ResponseModel):
@@ -333,7 +332,7 @@ class Completion(ResponseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: Sequence[CompletionChoice]
+    choices: tuple[CompletionChoice, ...]
     usage: CompletionUsage | None = Field(None, exclude_if=_is_none)
     service_tier: str | None = Field(None, exclude_if=_is_none)
 
@@ -349,7 +348,7 @@ class ChatChoice(ResponseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None
-    token_ids: Sequence[int] | None = Field(None, exclude_if=_is_none)
+    token_ids: tuple[int, ...] | None = Field(None, exclude_if=_is_none)
 
 
 class ChatCompletion(ResponseModel):
@@ -357,11 +356,11 @@ class ChatCompletion(ResponseModel):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    choices: Sequence[ChatChoice]
+    choices: tuple[ChatChoice, ...]
     usage: CompletionUsage
     service_tier: str | None = Field(None, exclude_if=_is_none)
     prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=_is_none)
-    prompt_token_ids: Sequence[int] | None = Field(None, exclude_if=_is_none)
+    prompt_token_ids: tuple[int, ...] | None = Field(None, exclude_if=_is_none)
 
 
 class ChatDelta(ResponseModel):
@@ -374,7 +373,7 @@ class ChatChunkChoice(ResponseModel):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None
-    token_ids: Sequence[int] | None = Field(None, exclude_if=_is_none)
+    token_ids: tuple[int, ...] | None = Field(None, exclude_if=_is_none)
 
 
 class ChatCompletionChunk(ResponseModel):
@@ -382,10 +381,10 @@ class ChatCompletionChunk(ResponseModel):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
-    choices: Sequence[ChatChunkChoice]
+    choices: tuple[ChatChunkChoice, ...]
     usage: CompletionUsage | None = Field(None, exclude_if=_is_none)
     service_tier: str | None = Field(None, exclude_if=_is_none)
-    prompt_token_ids: Sequence[int] | None = Field(None, exclude_if=_is_none)
+    prompt_token_ids: tuple[int, ...] | None = Field(None, exclude_if=_is_none)
 
 
 class Model(ResponseModel):
@@ -400,7 +399,7 @@ class ModelList(ResponseModel):
     """What can be served now."""
 
     object: Literal["list"] = "list"
-    data: Sequence[Model]
+    data: tuple[Model, ...]
 
 
 class ErrorBody(ResponseModel):

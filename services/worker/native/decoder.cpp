@@ -22,7 +22,7 @@ extern "C" {
 struct StallfreeMatrix {
   const char* tiles;
   const float* bias;    // or null
-  const float* scales;  // or null: weights are as wide as activations
+  const float* scales;  // or null: weights are in the format of activations
   std::int32_t num_outputs;
   std::int32_t num_inputs;
 };
@@ -80,13 +80,9 @@ struct StallfreeBatch {
 
 namespace {
 
-Matrix matrix_of(const StallfreeMatrix& matrix, bool is_bfloat16) {
-  return {matrix.tiles,
-          matrix.bias,
-          matrix.scales,
-          matrix.num_outputs,
-          (matrix.num_outputs + kWidth - 1) / kWidth,
-          matrix.num_inputs / (is_bfloat16 ? 2 : 1)};
+Matrix matrix_of(const StallfreeMatrix& matrix) {
+  return {matrix.tiles,       matrix.bias, matrix.scales, matrix.num_outputs, (matrix.num_outputs + kWidth - 1) / kWidth,
+          matrix.num_inputs};
 }
 
 // x * weight / rms(x), where x is `size` floats.
@@ -129,6 +125,7 @@ class ForwardPass {
     attended_ = take<T>(scratch, num_tokens * num_q_);
     update_ = take<float>(scratch, num_tokens * decoder.hidden_size);
     active_ = take<T>(scratch, num_tokens * decoder.intermediate_size);
+    integers_ = take<char>(scratch, num_tokens * widest_integer_row(decoder));
     attention_scratch_ = take<AttentionScratch<T>>(scratch, num_threads);
     plan_attention();
   }
@@ -138,14 +135,15 @@ class ForwardPass {
     const std::int64_t q = std::int64_t{decoder.num_heads} * decoder.head_dim;
     const std::int64_t qkv = q + std::int64_t{2} * decoder.num_kv_heads * decoder.head_dim;
     const std::int64_t per_token = sizeof(T) * (decoder.hidden_size + 2 * q + decoder.intermediate_size) +
-                                   sizeof(float) * (qkv + decoder.hidden_size);
-    return num_tokens * per_token + std::int64_t{sizeof(AttentionScratch<T>)} * num_threads + 8 * 64;
+                                   sizeof(float) * (qkv + decoder.hidden_size) + widest_integer_row(decoder);
+    return num_tokens * per_token + std::int64_t{sizeof(AttentionScratch<T>)} * num_threads + 9 * 64;
   }
 
-  int num_stages() const { return 1 + 8 * decoder_.num_layers; }
+  // At most.
+  int num_stages() const { return 1 + 12 * decoder_.num_layers; }
 
   void run(Member& member) {
-    share_rows(member, [&](int row) {
+    member.share_small(batch_.num_tokens, [&](int row) {
       embed(row);
       norm(row, decoder_.layers[0].input_norm);
     });
@@ -164,6 +162,11 @@ class ForwardPass {
     return items;
   }
 
+  static std::int64_t widest_integer_row(const StallfreeDecoder& decoder) {
+    const int most = std::max({decoder.hidden_size, decoder.intermediate_size, decoder.num_heads * decoder.head_dim});
+    return integer_row_bytes(most / 4);
+  }
+
   void plan_attention() {
     const int most_queries = std::max(1, kTileRows / (decoder_.num_heads / decoder_.num_kv_heads));
     // chunks, which come last, and of each its last queries take longest
@@ -180,18 +183,6 @@ class ForwardPass {
 
   int num_queries_of(int sequence) const {
     return batch_.cu_seqlens_q[sequence + 1] - batch_.cu_seqlens_q[sequence];
-  }
-
-  // A stage that calls `task(row)` for all rows, some at once where there are many.
-  template <class Task>
-  void share_rows(Member& member, Task&& task) {
-    const int num_at_once = std::clamp(batch_.num_tokens / (8 * member.num_threads), 1, 16);
-    member.share((batch_.num_tokens + num_at_once - 1) / num_at_once, [&](int number) {
-      const int end = std::min(batch_.num_tokens, (number + 1) * num_at_once);
-      for (int row = number * num_at_once; row < end; ++row) {
-        task(row);
-      }
-    });
   }
 
   float* hidden_row(int row) const { return hidden_ + std::int64_t{row} * decoder_.hidden_size; }
@@ -227,19 +218,19 @@ class ForwardPass {
     }
   }
 
-  // Eight stages.
+  // Eight stages, and one more for each matrix of integers.
   void run_layer(Member& member, const StallfreeLayer& layer, const float* next_norm) {
-    project(member, normed_, decoder_.hidden_size, layer.qkv, projected_);
-    share_rows(member, [&](int row) { place_heads(row, layer); });
+    project(member, normed_, layer.qkv, projected_);
+    member.share_small(batch_.num_tokens, [&](int row) { place_heads(row, layer); });
     attend(member, layer);
-    project(member, attended_, num_q_, layer.output, update_);
-    share_rows(member, [&](int row) {
+    project(member, attended_, layer.output, update_);
+    member.share_small(batch_.num_tokens, [&](int row) {
       add_update(row, layer.attention_post_norm);
       norm(row, layer.mlp_norm);
     });
     activate(member, layer.gate_up);
-    project(member, active_, decoder_.intermediate_size, layer.down, update_);
-    share_rows(member, [&](int row) {
+    project(member, active_, layer.down, update_);
+    member.share_small(batch_.num_tokens, [&](int row) {
       add_update(row, layer.mlp_post_norm);
       if (next_norm != nullptr) {
         norm(row, next_norm);
@@ -247,9 +238,9 @@ class ForwardPass {
     });
   }
 
-  void project(Member& member, const T* x, int num_inputs, const StallfreeMatrix& weights, float* out) {
-    const Matrix matrix = matrix_of(weights, sizeof(T) == 2);
-    multiply<T>(member, x, std::ptrdiff_t{num_inputs} * sizeof(T), batch_.num_tokens, matrix, 1,
+  void project(Member& member, const T* x, const StallfreeMatrix& weights, float* out) {
+    const Matrix matrix = matrix_of(weights);
+    multiply<T>(member, x, batch_.num_tokens, matrix, 1, integers_,
                 [&](int row, int rows, int tile, int num_tiles, const float* sums) {
                   store_sums(matrix, row, rows, tile, num_tiles, sums, out);
                 });
@@ -321,8 +312,8 @@ class ForwardPass {
   }
 
   void activate(Member& member, const StallfreeMatrix& weights) {
-    const Matrix matrix = matrix_of(weights, sizeof(T) == 2);
-    multiply<T>(member, normed_, std::ptrdiff_t{decoder_.hidden_size} * sizeof(T), batch_.num_tokens, matrix, 2,
+    const Matrix matrix = matrix_of(weights);
+    multiply<T>(member, normed_, batch_.num_tokens, matrix, 2, integers_,
                 [&](int row, int rows, int tile, int num_tiles, const float* sums) {
                   for (int r = 0; r < rows; ++r) {
                     T* to = active_ + std::int64_t{row + r} * decoder_.intermediate_size;
@@ -363,6 +354,7 @@ class ForwardPass {
   T* attended_;
   float* update_;
   T* active_;
+  char* integers_;
   AttentionScratch<T>* attention_scratch_;
   std::vector<AttentionTask> tasks_;
 };
@@ -380,13 +372,14 @@ void head(const StallfreeDecoder& decoder, const float* hidden, const std::int64
           char* scratch, int num_threads) {
   const int size = decoder.hidden_size;
   T* normed = reinterpret_cast<T*>(scratch);
-  const Matrix matrix = matrix_of(decoder.head, sizeof(T) == 2);
-  run_together(num_threads, 2, [&](Member& member) {
+  char* integers = scratch + std::int64_t{num_rows} * size * std::int64_t{sizeof(T)};
+  const Matrix matrix = matrix_of(decoder.head);
+  run_together(num_threads, 3, [&](Member& member) {
     member.share(num_rows, [&](int row) {
       norm_row_to(normed + std::int64_t{row} * size, hidden + rows[row] * size, decoder.final_norm, size,
                   decoder.norm_eps);
     });
-    multiply<T>(member, normed, std::ptrdiff_t{size} * sizeof(T), num_rows, matrix, 1,
+    multiply<T>(member, normed, num_rows, matrix, 1, integers,
                 [&](int row, int count, int tile, int num_tiles, const float* sums) {
                   for (int r = 0; r < count; ++r) {
                     float* to = logits + std::int64_t{row + r} * matrix.num_outputs;

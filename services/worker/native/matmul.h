@@ -7,8 +7,8 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdlib>
-#include <memory>
+#include <cstring>
+#include <type_traits>
 
 #include "numbers.h"
 #include "team.h"
@@ -78,7 +78,89 @@ void multiply_pass(const char* x, std::ptrdiff_t x_stride, const Tiles& tiles, f
   }
 }
 
+// A row of activations as 8-bit integers: after the integers themselves, 4 to a lane, their groups.
+constexpr int kGroupLanes = 16;
+struct Group {
+  float scale;
+  std::int32_t offset;  // what the sum of its products lacks, because weights are kept 128 too large: unsigned
+};
+struct Int8 {};
+
+constexpr int groups_of(int lanes) { return (lanes + kGroupLanes - 1) / kGroupLanes; }
+
+// Bytes of such a row.
+constexpr std::ptrdiff_t integer_row_bytes(int lanes) {
+  return std::ptrdiff_t{lanes} * 4 + groups_of(lanes) * std::ptrdiff_t{sizeof(Group)};
+}
+
+// As the intrinsics have them inside: arrays of __m512i the compiler keeps in memory.
+using Sums = int __attribute__((vector_size(64)));
+
+// Adds to `out` what one group of integers gives; `ahead` is how many bytes ahead weights are called for.
+template <int ROWS, int TILES>
+void add_group(const char* x, const char* group, std::ptrdiff_t x_stride, const char* weights,
+                                 std::ptrdiff_t tile_stride, int lanes, std::ptrdiff_t ahead, bool is_first, float* out,
+                                 int out_stride) {
+  Sums sums[ROWS][TILES];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+    for (int t = 0; t < TILES; ++t) {
+      sums[r][t] = (Sums)broadcast_lane(group + r * x_stride + offsetof(Group, offset));
+    }
+  }
+  for (int k = 0; k < lanes; ++k) {
+    __m512i lanes_of_weights[TILES];
+#pragma GCC unroll 4
+    for (int t = 0; t < TILES; ++t) {
+      const char* from = weights + t * tile_stride + k * 64;
+      lanes_of_weights[t] = _mm512_loadu_si512(from);
+      _mm_prefetch(from + ahead, kPrefetchHint);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      const __m512i lane = broadcast_lane(x + r * x_stride + k * 4);
+#pragma GCC unroll 4
+      for (int t = 0; t < TILES; ++t) {
+        sums[r][t] = (Sums)_mm512_dpbusd_epi32((__m512i)sums[r][t], lanes_of_weights[t], lane);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) {
+    const __m512 scale = _mm512_castsi512_ps(broadcast_lane(group + r * x_stride + offsetof(Group, scale)));
+#pragma GCC unroll 4
+    for (int t = 0; t < TILES; ++t) {
+      float* at = out + r * out_stride + t * kWidth;
+      const __m512 before = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(at);
+      _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)sums[r][t]), scale, before));
+    }
+  }
+}
+
+// The same for integers, but for the scales of the weights. Products of one group are summed up exactly.
+template <int ROWS, int TILES>
+void multiply_integer_pass(const char* x, std::ptrdiff_t x_stride, const Tiles& tiles, float* out, int out_stride) {
+  const char* group = x + std::ptrdiff_t{tiles.lanes} * 4;
+  for (int first = 0; first < tiles.lanes; first += kGroupLanes, group += sizeof(Group)) {
+    const int end = std::min(tiles.lanes, first + kGroupLanes);
+    const bool is_last = end + kPrefetchLanes > tiles.lanes;
+    const std::ptrdiff_t ahead = kPrefetchLanes * 64 + (is_last ? (TILES - 1) * tiles.tile_stride : 0);
+    add_group<ROWS, TILES>(x + first * 4, group, x_stride, tiles.base[0] + first * 64, tiles.tile_stride, end - first,
+                           ahead, first == 0, out, out_stride);
+  }
+}
+
 using Pass = void (*)(const char*, std::ptrdiff_t, const Tiles&, float*, int);
+
+template <class T, int ROWS, int TILES, bool ADDS>
+constexpr Pass pass_of() {
+  if constexpr (std::is_same_v<T, Int8>) {
+    return multiply_integer_pass<ROWS, TILES>;
+  } else {
+    return multiply_pass<T, ROWS, TILES, ADDS>;
+  }
+}
 
 // The pass for this many rows and tiles. There are 32 vector registers: 8 rows go with up to 3 tiles, 6 with 4.
 template <class T, bool ADDS>
@@ -86,8 +168,8 @@ Pass choose_pass(int rows, int tiles) {
   static constexpr Pass kPasses[kMostRows][kMostTiles] = {
 #define STALLFREE_ROW(R)                                                                                   \
   {                                                                                                        \
-    multiply_pass<T, R, 1, ADDS>, multiply_pass<T, R, 2, ADDS>, multiply_pass<T, R, 3, ADDS>,              \
-        multiply_pass<T, R, (R <= 6 ? 4 : 3), ADDS>                                                        \
+    pass_of<T, R, 1, ADDS>(), pass_of<T, R, 2, ADDS>(), pass_of<T, R, 3, ADDS>(),                          \
+        pass_of<T, R, (R <= 6 ? 4 : 3), ADDS>()                                                            \
   }
       STALLFREE_ROW(1), STALLFREE_ROW(2), STALLFREE_ROW(3), STALLFREE_ROW(4),
       STALLFREE_ROW(5), STALLFREE_ROW(6), STALLFREE_ROW(7), STALLFREE_ROW(8),
@@ -108,54 +190,51 @@ struct Passes {
   const int tiles;
 };
 
-// A matrix [16 * num_tiles, lanes] with its first `num_outputs` rows in use.
+// A matrix [16 * num_tiles, num_inputs] with its first `num_outputs` rows in use.
 struct Matrix {
   const char* tiles;
   const float* bias;    // or null
-  const float* scales;  // of each output, where weights are 8-bit integers; or null
+  const float* scales;  // of each output, where weights are 8-bit integers, kept 128 too large; or null
   int num_outputs;
   int num_tiles;
-  int lanes;
+  int num_inputs;
 };
 
-// Integers as bfloat16, which holds all of them exactly: `num_lanes` vectors of 16 lanes.
-inline void widen(const char* from, char* to, std::ptrdiff_t num_lanes) {
-  for (std::ptrdiff_t lane = 0; lane < num_lanes; ++lane) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + lane * 32));
-    _mm_prefetch(from + lane * 32 + kPrefetchLanes * 64, kPrefetchHint);
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
-    _mm512_storeu_si512(to + lane * 64, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-  }
-}
+constexpr float kLeastMagnitude = 1e-30f;  // its inverse is still a number
 
-// A thread's own memory, kept from call to call; whole cache lines.
-inline char* own_bytes(std::size_t num_bytes) {
-  thread_local std::unique_ptr<char, decltype(&std::free)> bytes(nullptr, &std::free);
-  thread_local std::size_t size = 0;
-  if (size < num_bytes) {
-    bytes.reset(static_cast<char*>(std::aligned_alloc(64, num_bytes)));
-    size = num_bytes;
-  }
-  return bytes.get();
-}
-
-inline void scale(const float* scales, int rows, int num_tiles, float* sums) {
-  for (int r = 0; r < rows; ++r) {
-    for (int t = 0; t < num_tiles; ++t) {
-      float* at = sums + r * kPassStride + t * kWidth;
-      _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), _mm512_loadu_ps(scales + t * kWidth)));
+// Rounds `num_inputs` numbers to integers, each group by its own scale. NaN is in the scale then, and so in every product.
+template <class T>
+void quantize_row(const T* x, int num_inputs, char* to) {
+  char* groups = to + num_inputs;
+  const __m512i no_sign = _mm512_set1_epi32(0x7fffffff);
+  for (int first = 0; first < num_inputs; first += kGroupLanes * 4, groups += sizeof(Group)) {
+    const int end = std::min(num_inputs, first + kGroupLanes * 4);
+    __m512i most = _mm512_setzero_si512();  // as integers magnitudes are in the same order, and NaN is the largest
+    for (int i = first; i < end; i += kWidth) {
+      most = _mm512_max_epu32(most, _mm512_and_si512(no_sign, _mm512_castps_si512(Numbers<T>::load(x + i))));
     }
+    const std::uint32_t bits = _mm512_reduce_max_epu32(most);
+    float largest;
+    std::memcpy(&largest, &bits, sizeof largest);
+    const __m512 inverse = _mm512_set1_ps(largest > kLeastMagnitude ? 127.0f / largest : 0.0f);
+    __m512i total = _mm512_setzero_si512();
+    for (int i = first; i < end; i += kWidth) {
+      __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(Numbers<T>::load(x + i), inverse));
+      rounded = _mm512_max_epi32(rounded, _mm512_set1_epi32(-127));  // what NaN is rounded to is far below
+      total = _mm512_add_epi32(total, rounded);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm512_cvtepi32_epi8(rounded));
+    }
+    const Group group{largest / 127.0f, -128 * _mm512_reduce_add_epi32(total)};
+    std::memcpy(groups, &group, sizeof group);
   }
 }
 
-// A stage that multiplies x, `num_rows` rows that lie `x_stride` bytes apart, with a matrix. `take(row, rows, tile, tiles,
-// sums)` is given float sums, [rows][kPassStride], as they come. Integer weights are widened a pass's tiles at a time,
-// which stay in the cache for all rows.
+// A stage that multiplies x, `num_rows` rows that lie `x_stride` bytes apart, with a matrix of so many lanes. `take(row,
+// rows, tile, tiles, sums)` is given float sums, [rows][kPassStride], as they come.
 template <class T, class Take>
-void multiply(Member& member, const void* x, std::ptrdiff_t x_stride, int num_rows, const Matrix& matrix,
-              int tile_multiple, Take&& take) {
-  const std::ptrdiff_t tile_stride = std::ptrdiff_t{matrix.lanes} * 64;
+void multiply_rows(Member& member, const char* x, std::ptrdiff_t x_stride, int num_rows, const Matrix& matrix,
+                   int lanes, int tile_multiple, Take&& take) {
+  const std::ptrdiff_t tile_stride = std::ptrdiff_t{lanes} * 64;
   const Passes passes(num_rows);
   const int widest = passes.tiles / tile_multiple * tile_multiple;
   const int num_units = (matrix.num_tiles + tile_multiple - 1) / tile_multiple;
@@ -168,27 +247,48 @@ void multiply(Member& member, const void* x, std::ptrdiff_t x_stride, int num_ro
     return (own.end - own.begin + widest - 1) / widest;
   };
   alignas(64) float sums[kMostRows * kPassStride];
-  char* widened = matrix.scales == nullptr ? nullptr : own_bytes(widest * tile_stride);
   member.share_parts(num_passes_of, [&](int part, int number) {
     const Range own = tiles_of(part);
     const int tile = own.begin + number * widest;
     const int num_tiles = std::min(widest, own.end - tile);
     const char* base = matrix.tiles + tile * tile_stride;
-    if (matrix.scales != nullptr) {
-      widen(matrix.tiles + tile * tile_stride / 2, widened, std::ptrdiff_t{num_tiles} * matrix.lanes);
-      base = widened;
-    }
-    const Tiles tiles{&base, tile_stride, 1, matrix.lanes};
+    const Tiles tiles{&base, tile_stride, 1, lanes};
     for (int row = 0, rows = 0; row < num_rows; row += rows) {
       rows = passes.rows(num_rows - row);
-      const char* first = static_cast<const char*>(x) + row * x_stride;
-      choose_pass<T, false>(rows, num_tiles)(first, x_stride, tiles, sums, kPassStride);
-      if (matrix.scales != nullptr) {
-        scale(matrix.scales + tile * kWidth, rows, num_tiles, sums);
-      }
+      choose_pass<T, false>(rows, num_tiles)(x + row * x_stride, x_stride, tiles, sums, kPassStride);
       take(row, rows, tile, num_tiles, sums);
     }
   });
+}
+
+// Multiplies x, [num_rows, num_inputs], with a matrix, in a stage, or in two where it is of integers: `integers` has room
+// for all of x then.
+template <class T, class Take>
+void multiply(Member& member, const T* x, int num_rows, const Matrix& matrix, int tile_multiple, char* integers,
+              Take&& take) {
+  if (matrix.scales == nullptr) {
+    constexpr int kPer = Numbers<T>::kPerLane;
+    multiply_rows<T>(member, reinterpret_cast<const char*>(x), std::ptrdiff_t{matrix.num_inputs} * sizeof(T), num_rows,
+                     matrix, matrix.num_inputs / kPer, tile_multiple, take);
+    return;
+  }
+  const int lanes = matrix.num_inputs / 4;
+  const std::ptrdiff_t stride = integer_row_bytes(lanes);
+  member.share_small(num_rows, [&](int row) {
+    quantize_row(x + std::int64_t{row} * matrix.num_inputs, matrix.num_inputs, integers + row * stride);
+  });
+  multiply_rows<Int8>(member, integers, stride, num_rows, matrix, lanes, tile_multiple,
+                      [&](int row, int rows, int tile, int num_tiles, float* sums) {
+                        const float* scales = matrix.scales + tile * kWidth;
+                        for (int r = 0; r < rows; ++r) {
+                          for (int t = 0; t < num_tiles; ++t) {
+                            float* at = sums + r * kPassStride + t * kWidth;
+                            const __m512 scale = _mm512_loadu_ps(scales + t * kWidth);
+                            _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), scale));
+                          }
+                        }
+                        take(row, rows, tile, num_tiles, sums);
+                      });
 }
 
 }  // namespace stallfree

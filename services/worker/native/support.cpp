@@ -3,5 +3,5 @@ extern "C" int stallfree_is_supported(int is_bfloat16) {
   __builtin_cpu_init();
   const bool has_floats = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  return has_floats && (!is_bfloat16 || __builtin_cpu_supports("avx512bf16"));
+  return has_floats && (!is_bfloat16 || (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")));
 }

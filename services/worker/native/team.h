@@ -4,6 +4,7 @@
 #include <omp.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -51,6 +52,18 @@ class Member {
     const auto part = [&](int number) { return part_of(num_tasks, number, num_threads); };
     share_parts([&](int number) { return part(number).end - part(number).begin; },
                 [&](int number, int place) { task(part(number).begin + place); });
+  }
+
+  // The same for small tasks: each thread takes several at once, where there are many.
+  template <class Task>
+  void share_small(int num_tasks, Task&& task) {
+    const int num_at_once = std::clamp(num_tasks / (8 * num_threads), 1, 16);
+    share((num_tasks + num_at_once - 1) / num_at_once, [&](int number) {
+      const int end = std::min(num_tasks, (number + 1) * num_at_once);
+      for (int each = number * num_at_once; each < end; ++each) {
+        task(each);
+      }
+    });
   }
 
   // A stage of tasks of unequal size, the largest first: one part for all.

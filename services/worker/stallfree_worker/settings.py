@@ -34,8 +34,9 @@ class ModelSettings(SettingsGroup):
     dtype: Dtype = Field("auto", description="Number format of weights and KV cache; auto takes the model's own.")
     quantization: Quantization = Field(
         "none",
-        description="How matrices are kept: none, in --dtype; int8, as 8-bit integers with a scale for each output, "
-        "in half the memory, which changes the logits a little; embeddings stay as they are (CPU kernels only).",
+        description="How matrices are kept and multiplied: none, in --dtype; int8, as 8-bit integers with a scale for "
+        "each output: half the memory, faster, and logits that differ a little; embeddings stay as they are (CPU "
+        "kernels only).",
     )
     device: Device = Field("auto", description="Where to compute; auto takes CUDA where there is a GPU.")
     attention_backend: AttentionBackend = Field(

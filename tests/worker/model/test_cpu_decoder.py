@@ -21,6 +21,7 @@ from tests.worker.model.kernels import needs_kernels
 from tests.worker.model.texts import STEPS, Texts
 
 pytestmark = needs_kernels
+FORMATS = ({"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"})
 
 
 def load(folder: Path, backend: str, **overrides: object) -> ModelRunner:
@@ -62,12 +63,12 @@ def test_bfloat16_is_as_close_to_float32_as_plain_torch_is(tiny_folder: Callable
         assert 0 < error < 1.1 * error_of_torch
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_row_is_the_same_to_the_bit_in_every_batch(
-    tiny_folder: Callable[[str], Path], family: str, dtype: str
+    tiny_folder: Callable[[str], Path], family: str, formats: dict[str, str]
 ) -> None:
-    runner = load(tiny_folder(family), "cpu", dtype=dtype, threads=2)
+    runner = load(tiny_folder(family), "cpu", threads=2, **formats)
     alone = {}
     for name in "abcde":
         texts = Texts(runner)
@@ -81,12 +82,12 @@ def test_a_row_is_the_same_to_the_bit_in_every_batch(
             assert torch.equal(together[row], alone[name][0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_a_row_is_the_same_to_the_bit_however_its_prompt_was_cut(
-    tiny_folder: Callable[[str], Path], family: str, dtype: str
+    tiny_folder: Callable[[str], Path], family: str, formats: dict[str, str]
 ) -> None:
-    runner = load(tiny_folder(family), "cpu", dtype=dtype, threads=2)
+    runner = load(tiny_folder(family), "cpu", threads=2, **formats)
     last = []
     for cuts, forgets in (((300,), False), ((300,), True), ((130, 100, 70), True), ((1, 250, 49), True)):
         texts = Texts(runner, forgets=forgets)
@@ -156,21 +157,57 @@ def _restored(packed: PackedMatrix) -> Tensor:
     """The weights that a packed matrix of integers stands for: float32 [num_outputs, num_inputs]."""
     assert packed.scales is not None
     rows = packed.tiles.transpose(1, 2).flatten(2).flatten(0, 1)
-    return (rows.float() * packed.scales[:, None])[: packed.num_outputs]
+    return ((rows.float() - 128) * packed.scales[:, None])[: packed.num_outputs]
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """What inputs are rounded to before they are multiplied with integers: 64 at a time, to 127 steps each way."""
+    parts = []
+    for part in torch.split(x, 64, dim=1):
+        step = part.abs().amax(dim=1, keepdim=True) / 127
+        parts.append(torch.where(step > 0, (part / step).round() * step, 0.0))
+    return torch.cat(parts, dim=1)
+
+
+def quantized_decoder(folder: Path) -> CpuDecoder:
+    decoder = load(folder, "cpu", dtype="bfloat16", quantization="int8", threads=2)._decoder
+    assert isinstance(decoder, CpuDecoder)
+    return decoder
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 8, 9, 40])
-def test_integer_weights_are_computed_with_as_what_they_stand_for(
-    tiny_folder: Callable[[str], Path], num_rows: int
-) -> None:
-    decoder = load(tiny_folder("llama"), "cpu", dtype="bfloat16", quantization="int8", threads=2)._decoder
-    assert isinstance(decoder, CpuDecoder)
+@pytest.mark.parametrize("hidden_size", [48, 64, 80, 192])
+def test_integers_are_computed_with_as_what_they_stand_for(tmp_path: Path, hidden_size: int, num_rows: int) -> None:
+    folder = build_tiny_model(tmp_path / "model", hidden_size=hidden_size, num_attention_heads=4, head_dim=16)
+    decoder = quantized_decoder(folder)
     torch.manual_seed(num_rows)
-    hidden = torch.randn(num_rows, 64)
+    hidden = torch.randn(num_rows, hidden_size) * torch.logspace(-2, 2, hidden_size)
+    hidden[-1, :20] = 0
     norm = decoder._weights.final_norm
     normed = torch.nn.functional.rms_norm(hidden, norm.shape, norm, 1e-6).to(torch.bfloat16).float()
-    expected = normed @ _restored(decoder._weights.head).T
-    torch.testing.assert_close(decoder.logits(hidden, torch.arange(num_rows)), expected, rtol=1e-3, atol=1e-2)
+    expected = _rounded(normed) @ _restored(decoder._weights.head).T
+    found = decoder.logits(hidden, torch.arange(num_rows))
+    unrounded = normed @ _restored(decoder._weights.head).T
+    assert (found - expected).norm() < 0.25 * (unrounded - expected).norm()  # some inputs lie between two steps
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_spoils_its_own_row_of_integers_and_no_other(
+    tiny_folder: Callable[[str], Path], bad: float
+) -> None:
+    decoder = quantized_decoder(tiny_folder("llama"))
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 64)
+    whole = decoder.logits(hidden, torch.arange(3))
+    hidden[1, 7] = bad
+    found = decoder.logits(hidden, torch.arange(3))
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2]], whole[[0, 2]])
+
+
+def test_a_row_of_zeros_gives_zeros_with_integers(tiny_folder: Callable[[str], Path]) -> None:
+    decoder = quantized_decoder(tiny_folder("llama"))
+    assert decoder.logits(torch.zeros(2, 64), torch.arange(2)).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("family", ["llama-bias", "gemma3"])

@@ -19,7 +19,7 @@ async def list_models(request: Request) -> Response:
     services = services_of(request)
     served = services.served_models
     cards = [card for name, card in sorted(served.models().items()) if served.usable(name)]
-    return _json(ModelList(data=[_model(card, services) for card in cards]))
+    return _json(ModelList(data=tuple([_model(card, services) for card in cards])))
 
 
 @router.api_route("/v1/models/{model:path}", methods=READ_METHODS)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pydantic import BaseModel
+
 from stallfree_router.generation import Answer
 from stallfree_router.output_text import TextEvent, ToldToken, told_prompt
 from stallfree_router.routes.logprob_shapes import chat_logprobs, completion_logprobs, joined, prompt_logprobs
@@ -67,6 +69,17 @@ class Shape(Protocol):
     def whole(self, choices: Mapping[int, ChoiceSoFar], usage: CompletionUsage) -> str: ...
 
 
+class _Chunks:
+    """The chunks of a stream that differ in their one choice alone."""
+
+    def __init__(self, without_choice: str) -> None:
+        """A chunk without any. Its key cannot be mistaken: within strings, quotes are escaped."""
+        self._before, self._after = without_choice.split('"choices":[]')
+
+    def with_choice(self, choice: BaseModel) -> str:
+        return f'{self._before}"choices":[{choice.model_dump_json()}]{self._after}'
+
+
 class CompletionShape:
     """/v1/completions."""
 
@@ -76,6 +89,7 @@ class CompletionShape:
         self._id = f"cmpl-{call_id}"
         self._created = int(time.time())
         self._begun: set[int] = set()
+        self._chunks = _Chunks(self._completion((), None))
 
     def opening(self) -> list[str]:
         return []
@@ -85,14 +99,14 @@ class CompletionShape:
         choice.add(event)
         is_first = event.choice not in self._begun
         self._begun.add(event.choice)
-        return self._completion([self._choice(event.choice, choice, has_prompt=is_first)], None)
+        return self._chunks.with_choice(self._choice(event.choice, choice, has_prompt=is_first))
 
     def usage_chunk(self, usage: CompletionUsage) -> str:
-        return self._completion([], usage)
+        return self._completion((), usage)
 
     def whole(self, choices: Mapping[int, ChoiceSoFar], usage: CompletionUsage) -> str:
         return self._completion(
-            [self._choice(index, choice, has_prompt=True) for index, choice in sorted(choices.items())], usage
+            tuple([self._choice(index, choice, has_prompt=True) for index, choice in sorted(choices.items())]), usage
         )
 
     def _choice(self, index: int, choice: ChoiceSoFar, *, has_prompt: bool) -> CompletionChoice:
@@ -103,7 +117,7 @@ class CompletionShape:
             text=echoed + choice.text if has_prompt else choice.text,
             logprobs=self._logprobs(index, choice, len(echoed), has_prompt=has_prompt),
             finish_reason=choice.finish_reason,
-            token_ids=choice.token_ids if self._body.return_token_ids else None,
+            token_ids=tuple(choice.token_ids) if self._body.return_token_ids else None,
             prompt_logprobs=_prompt_logprobs(self._answer, self._body, index, choice),
             prompt_token_ids=self._prompt_token_ids(index) if has_prompt else None,
         )
@@ -121,7 +135,7 @@ class CompletionShape:
         told = told_prompt(prompt, self._echoed(index), choice.prompt_logprobs, tokenizer)
         return joined(completion_logprobs(told, tokenizer, num_top=num_top), own)
 
-    def _completion(self, choices: list[CompletionChoice], usage: CompletionUsage | None) -> str:
+    def _completion(self, choices: tuple[CompletionChoice, ...], usage: CompletionUsage | None) -> str:
         return Completion(
             id=self._id,
             created=self._created,
@@ -147,13 +161,14 @@ class ChatShape:
         self._body = body
         self._id = f"chatcmpl-{call_id}"
         self._created = int(time.time())
+        self._chunks = _Chunks(self._chunk(()))
 
     def opening(self) -> list[str]:
         """The role of every choice. No token is in these, so they end no clock."""
         role = ChatDelta(role="assistant", content="")
         return [
             self._chunk(
-                [ChatChunkChoice(index=index, delta=role, finish_reason=None)],
+                (ChatChunkChoice(index=index, delta=role, finish_reason=None),),
                 prompt_token_ids=self._prompt_token_ids() if index == 0 else None,
             )
             for index in range(self._answer.num_choices)
@@ -168,17 +183,17 @@ class ChatShape:
             finish_reason=event.finish_reason,
             token_ids=event.token_ids if self._body.return_token_ids else None,
         )
-        return self._chunk([choice])
+        return self._chunks.with_choice(choice)
 
     def usage_chunk(self, usage: CompletionUsage) -> str:
-        return self._chunk([], usage=usage)
+        return self._chunk((), usage=usage)
 
     def whole(self, choices: Mapping[int, ChoiceSoFar], usage: CompletionUsage) -> str:
         return ChatCompletion(
             id=self._id,
             created=self._created,
             model=self._answer.model,
-            choices=[self._whole_choice(index, choice) for index, choice in sorted(choices.items())],
+            choices=tuple([self._whole_choice(index, choice) for index, choice in sorted(choices.items())]),
             usage=usage,
             service_tier=_service_tier(self._answer, self._body),
             prompt_logprobs=_prompt_logprobs(self._answer, self._body, 0, choices[0]),
@@ -191,7 +206,7 @@ class ChatShape:
             message=AssistantMessage(content=choice.text),
             logprobs=self._logprobs(choice.told),
             finish_reason=choice.finish_reason,
-            token_ids=choice.token_ids if self._body.return_token_ids else None,
+            token_ids=tuple(choice.token_ids) if self._body.return_token_ids else None,
         )
 
     def _logprobs(self, told: Sequence[ToldToken]) -> ChatLogprobs | None:
@@ -199,7 +214,7 @@ class ChatShape:
 
     def _chunk(
         self,
-        choices: list[ChatChunkChoice],
+        choices: tuple[ChatChunkChoice, ...],
         *,
         usage: CompletionUsage | None = None,
         prompt_token_ids: tuple[int, ...] | None = None,

@@ -12,21 +12,22 @@ from torch import Tensor
 TILE_ROWS = 16
 _LANE_BYTES = 4
 _LARGEST_INTEGER = 127
+_INTEGER_ZERO = 128
+"""What stands for 0: one operand of the CPU's products must be unsigned."""
 
 
 class PackedMatrix:
     """`weight` [num_outputs, num_inputs], bfloat16 or float32, and float32 `bias` [num_outputs].
 
     `quantized` keeps the weights of a bfloat16 matrix as 8-bit integers, each output's with a scale of its own: half
-    the memory, and an error of up to half a step of that scale.
+    the memory, and an error of up to half a step of that scale. The kernels then round inputs too, 64 at a time.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, scales: Tensor | None = None) -> None:
-        """With `scales`, float32 [num_outputs], `weight` is int8."""
+        """With `scales`, float32 [num_outputs], `weight` is uint8: 128 more than what the scale goes with."""
         self.num_outputs, self.num_inputs = weight.shape
-        per_lane = _LANE_BYTES // weight.dtype.itemsize if scales is None else 2
-        self.tiles = _tiles(weight, per_lane)
-        """[num_tiles, num_inputs / per_lane, 16, per_lane]: a lane is 4 bytes, or 2 of integers."""
+        self.tiles = _tiles(weight, _LANE_BYTES // weight.dtype.itemsize)
+        """[num_tiles, num_inputs / per_lane, 16, per_lane]: a lane is 4 bytes."""
         self.bias = None if bias is None else self._padded(bias)
         self.scales = None if scales is None else self._padded(scales)
 
@@ -34,7 +35,8 @@ class PackedMatrix:
     def quantized(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
         largest = weight.float().abs().amax(dim=1)
         scales = torch.where(largest > 0, largest / _LARGEST_INTEGER, 1.0)
-        return cls((weight / scales[:, None]).round_().to(torch.int8), bias, scales=scales)
+        integers = (weight / scales[:, None]).round_()
+        return cls((integers + _INTEGER_ZERO).to(torch.uint8), bias, scales=scales)
 
     def interleave_halves(self) -> None:
         """Puts the tiles of the lower and the upper half of the rows in turns, as the gate and the input that it gates
