@@ -24,7 +24,6 @@ from stallfree_worker.engine.step import KVGroup, StepPlan
 from tests.worker.engine.bench import Bench, MovingBudget, prompt_of
 from tests.worker.engine.checked_runner import do_nothing
 
-NUM_RUNS = 1_000
 WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (None,), (None, 5), (3,), (None, 4, 4))
 """Of the model's KV groups."""
 
@@ -240,19 +239,22 @@ class EngineMachine(RuleBasedStateMachine):
         self.decoding.discard(request_id)
 
 
-def test_invariants_hold_over_random_submits_steps_and_cancels(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("num_runs", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_invariants_hold_over_random_submits_steps_and_cancels(
+    capsys: pytest.CaptureFixture[str], num_runs: int
+) -> None:
     EngineMachine.num_runs = 0
     run_state_machine_as_test(
         EngineMachine,
         settings=settings(
-            max_examples=NUM_RUNS,
+            max_examples=num_runs,
             stateful_step_count=15,
             deadline=None,
             print_blob=True,
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert EngineMachine.num_runs >= NUM_RUNS
+    assert EngineMachine.num_runs >= num_runs
     with capsys.disabled():
         sys.stdout.write(
             f"\nengine state machine: {EngineMachine.num_runs} runs, {EngineMachine.num_preemptions} preemptions, "
