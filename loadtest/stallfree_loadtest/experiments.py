@@ -64,6 +64,7 @@ async def _stalls(options: argparse.Namespace, say: Say) -> None:
         seed=options.seed,
     )
     autos = [configuration(f"sarathi:auto@{target:g}") for target in options.targets]
+    peers = _peers(options, beside=[each.name for each in (*options.configurations, *autos)])
     runs: list[StallRun] = []
 
     def on_run(run: StallRun) -> None:
@@ -76,7 +77,7 @@ async def _stalls(options: argparse.Namespace, say: Say) -> None:
         ours = [
             OwnCluster(name=each.name, fleet=fleet, configuration=each) for each in (*options.configurations, *autos)
         ]
-        await run_stalls([*ours, *_peers(options)], load, rounds=options.rounds, on_run=on_run)
+        await run_stalls([*ours, *peers], load, rounds=options.rounds, on_run=on_run)
     _write_report(options, stalls_report.stalls_report(runs, load, tbt_target_seconds=options.tbt_target), say)
     title = f"Streams while a long prompt is read: {options.model}, {num_cores()} cores"
     picture = stalls_report.stalls_picture(runs, load, tbt_target_seconds=options.tbt_target, title=title)
@@ -148,7 +149,7 @@ async def _bench(options: argparse.Namespace, say: Say) -> None:
     async with _fleet(options, max_model_len=load.max_model_len, say=say) as fleet:
         ours = OwnCluster(name=OURS, fleet=fleet, configuration=configuration("sarathi:auto"))
         await bench.run_bench(
-            [ours, *_peers(options)],
+            [ours, *_peers(options, beside=[])],
             load,
             rounds=options.rounds,
             on_run=on_run,
@@ -178,9 +179,10 @@ def _fleet(options: argparse.Namespace, *, max_model_len: int | None, say: Say) 
     return Fleet(base, tbt_target_seconds=options.tbt_target, keeps_warm=options.keep_warm, report=say)
 
 
-def _peers(options: argparse.Namespace) -> Sequence[Peer]:
-    names = [each.name for each in options.peer]
-    if len(set(names)) < len(names):
+def _peers(options: argparse.Namespace, *, beside: Sequence[str]) -> Sequence[Peer]:
+    """Raises ExperimentError where two of them, or one and a configuration of ours, have the same name."""
+    names = [*beside, *[each.name for each in options.peer]]
+    if options.peer and len(set(names)) < len(names):
         raise ExperimentError(f"--peer: two of {', '.join(names)} have the same name")
     peers: Sequence[Peer] = options.peer
     return peers

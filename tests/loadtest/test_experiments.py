@@ -59,6 +59,19 @@ async def test_an_empty_vocabulary_is_refused_before_anything_starts() -> None:
     assert "--vocab-high (9) must be above --vocab-low (9)" in errors
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("stalls", "--configurations", "vllm", "--peer", "vllm=serve {port}"),
+        ("bench", "--peer", "other=serve {port}", "--peer", "other=serve {port}"),
+    ],
+)
+async def test_two_contenders_of_one_name_are_refused_before_anything_starts(arguments: tuple[str, ...]) -> None:
+    status, out, errors = await loadtest(*arguments)
+    assert (status, out) == (1, "")
+    assert "have the same name" in errors
+
+
 @pytest.mark.slow
 async def test_the_experiments_measure_a_real_model(tmp_path: Path) -> None:
     model = build_tiny_model(tmp_path / "tiny")

@@ -35,8 +35,8 @@ class PackedMatrix:
     def quantized(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
         largest = weight.float().abs().amax(dim=1)
         scales = torch.where(largest > 0, largest / _LARGEST_INTEGER, 1.0)
-        integers = (weight / scales[:, None]).round_()
-        return cls((integers + _INTEGER_ZERO).to(torch.uint8), bias, scales=scales)
+        integers = (weight / scales[:, None]).round_().add_(_INTEGER_ZERO)
+        return cls(integers.to(torch.uint8), bias, scales=scales)
 
     def interleave_halves(self) -> None:
         """Puts the tiles of the lower and the upper half of the rows in turns, as the gate and the input that it gates
