@@ -64,7 +64,8 @@ async def _stalls(options: argparse.Namespace, say: Say) -> None:
         seed=options.seed,
     )
     autos = [configuration(f"sarathi:auto@{target:g}") for target in options.targets]
-    peers = _peers(options, beside=[each.name for each in (*options.configurations, *autos)])
+    configurations = [*options.configurations, *autos]
+    peers = _peers(options, beside=[each.name for each in configurations])
     runs: list[StallRun] = []
 
     def on_run(run: StallRun) -> None:
@@ -74,9 +75,7 @@ async def _stalls(options: argparse.Namespace, say: Say) -> None:
         _write_rows(options, [stalls_report.run_row(each, tbt_target_seconds=options.tbt_target) for each in runs])
 
     async with _fleet(options, max_model_len=load.max_model_len, say=say) as fleet:
-        ours = [
-            OwnCluster(name=each.name, fleet=fleet, configuration=each) for each in (*options.configurations, *autos)
-        ]
+        ours = [OwnCluster(name=each.name, fleet=fleet, configuration=each) for each in configurations]
         await run_stalls([*ours, *peers], load, rounds=options.rounds, on_run=on_run)
     _write_report(options, stalls_report.stalls_report(runs, load, tbt_target_seconds=options.tbt_target), say)
     title = f"Streams while a long prompt is read: {options.model}, {num_cores()} cores"

@@ -27,10 +27,6 @@ class Shape:
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * 2
-
 
 SHAPES = {
     "tiny": Shape(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=300),

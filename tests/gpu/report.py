@@ -33,7 +33,7 @@ from stallfree_worker.model.families import read_decoder_config
 from stallfree_worker.model.limits import Work, work_of
 from stallfree_worker.model.loader import load_model
 from stallfree_worker.settings import WorkerSettings
-from tests.gpu.random_model import SHAPES, Shape, save_random_model
+from tests.gpu.random_model import SHAPES, save_random_model
 
 CONTEXT_TOKENS = 1024
 DECODE_STEPS = 64
@@ -114,7 +114,7 @@ class Bench:
     def __init__(
         self,
         folder: Path,
-        shape: Shape,
+        work: Work,
         device: torch.device,
         sizes: Sizes,
         *,
@@ -128,7 +128,7 @@ class Bench:
                 "device": device.type,
                 "dtype": "bfloat16",
                 "attention_backend": "reference" if device.type == "cpu" else "flash_attn",
-                "kv_cache_memory": num_tokens * shape.kv_bytes_per_token,
+                "kv_cache_memory": num_tokens * work.kv_bytes_per_token,
                 "cuda_graphs": cuda_graphs,
                 "tbt_target_seconds": TBT_TARGET_SECONDS,
             }
@@ -229,7 +229,7 @@ def write_report(shape_name: str, device: torch.device, sizes: Sizes) -> str:
         best_lines: list[str] = []
         lines += decode_head(sizes)
         for name, options in VARIANTS.items():  # one model at a time: each fills much of a GPU
-            bench = Bench(path, shape, device, sizes, **options)
+            bench = Bench(path, work, device, sizes, **options)
             lines += decode_rows(name, bench, work, ceilings, sizes)
             if name == BEST:
                 best_lines = [*prefill_table(bench, work, ceilings, sizes), *tbt_table(bench, sizes)]
@@ -253,7 +253,7 @@ def decode_rows(name: str, bench: Bench, work: Work, ceilings: Ceilings, sizes: 
     for batch in sizes.batches:
         seconds = decode_seconds(bench, batch, sizes)
         weights = work.layer_weights + work.head_weights
-        moved = 2 * weights + batch * sizes.context_tokens * 4 * len(work.windows) * work.kv_size
+        moved = 2 * weights + batch * sizes.context_tokens * work.kv_bytes_per_token
         mbu = moved / seconds / ceilings.bytes_per_second
         mfu = 2 * weights * batch / seconds / ceilings.operations_per_second
         lines.append(f"| {name} | {batch} | {1000 * seconds:.2f} | {batch / seconds:.0f} | {mbu:.0%} | {mfu:.0%} |")

@@ -84,7 +84,7 @@ async def test_d10_queueing_is_in_the_scheduling_delay_and_in_ttft() -> None:
         name = "stallfree_worker_scheduling_delay_seconds"
         assert samples.total(f"{name}_count") == 4
         assert samples.total(f"{name}_sum") == pytest.approx(0.5 * (0 + 1 + 2 + 3), rel=0.3)
-        assert samples.quantile_bounds(name, 0.99)[1] > 1.2
+        assert samples.quantile_bounds(name, 0.99)[0] > 1.2
         ttft = samples.total("stallfree_worker_time_to_first_token_seconds_sum")
         assert ttft == pytest.approx(samples.total(f"{name}_sum") + 4 * 0.1, abs=0.3)
         execution = samples.total("stallfree_worker_request_execution_seconds_sum")

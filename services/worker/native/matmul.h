@@ -2,7 +2,8 @@
 //
 // A tile is 16 rows of a matrix, or 16 columns of its transpose, as [lanes of k][16]: one vector load gives the same
 // lane of 16 outputs. Weights are packed so once; the keys and values of a KV block are kept so. Every sum runs over k in
-// order, in one accumulator: a row's result is the same to the bit whatever other rows are in the batch.
+// order, in one accumulator (integers: one for each group of k): a row's result is the same to the bit whatever other rows
+// are in the batch.
 #pragma once
 
 #include <algorithm>
@@ -32,10 +33,32 @@ struct Tiles {
   int lanes;  // of k in every segment
 };
 
+// Adds to `sums` the products of a lane of so many rows, `x_stride` bytes apart, with the same lane of so many tiles, whose
+// lanes `ahead` bytes further on are called for.
+template <class T, int ROWS, int TILES>
+[[gnu::always_inline]] inline void add_lane(const char* x, std::ptrdiff_t x_stride, const char* tiles,
+                                            std::ptrdiff_t tile_stride, std::ptrdiff_t ahead,
+                                            typename Numbers<T>::Sum (&sums)[ROWS][TILES]) {
+  __m512i weights[TILES];
+#pragma GCC unroll 4
+  for (int t = 0; t < TILES; ++t) {
+    weights[t] = _mm512_loadu_si512(tiles + t * tile_stride);
+    _mm_prefetch(tiles + t * tile_stride + ahead, kPrefetchHint);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) {
+    const __m512i lane = broadcast_lane(x + r * x_stride);
+#pragma GCC unroll 4
+    for (int t = 0; t < TILES; ++t) {
+      sums[r][t] = Numbers<T>::dot(sums[r][t], lane, weights[t]);
+    }
+  }
+}
+
 // out[r][t * 16 ...] (+)= sum over k of x[r][k] * tile t's [k]; strides of x in bytes, of `out` in floats.
 template <class T, int ROWS, int TILES, bool ADDS>
 void multiply_pass(const char* x, std::ptrdiff_t x_stride, const Tiles& tiles, float* out, int out_stride) {
-  __m512 sums[ROWS][TILES];
+  typename Numbers<T>::Sum sums[ROWS][TILES];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 4
@@ -50,21 +73,7 @@ void multiply_pass(const char* x, std::ptrdiff_t x_stride, const Tiles& tiles, f
     std::ptrdiff_t ahead = kPrefetchLanes * 64;
     for (int k = 0, end = first_ahead; k < lanes; end = lanes, ahead += (TILES - 1) * tiles.tile_stride) {
       for (; k < end; ++k) {
-        __m512i weights[TILES];
-#pragma GCC unroll 4
-        for (int t = 0; t < TILES; ++t) {
-          const char* from = base + t * tiles.tile_stride + k * 64;
-          weights[t] = _mm512_loadu_si512(from);
-          _mm_prefetch(from + ahead, kPrefetchHint);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) {
-          const __m512i lane = broadcast_lane(x + r * x_stride + k * 4);
-#pragma GCC unroll 4
-          for (int t = 0; t < TILES; ++t) {
-            sums[r][t] = Numbers<T>::dot(sums[r][t], lane, weights[t]);
-          }
-        }
+        add_lane<T>(x + k * 4, x_stride, base + k * 64, tiles.tile_stride, ahead, sums);
       }
     }
     x += static_cast<std::ptrdiff_t>(lanes) * 4;
@@ -84,58 +93,12 @@ struct Group {
   float scale;
   std::int32_t offset;  // what the sum of its products lacks, because weights are kept 128 too large: unsigned
 };
-struct Int8 {};
 
 constexpr int groups_of(int lanes) { return (lanes + kGroupLanes - 1) / kGroupLanes; }
 
 // Bytes of such a row.
 constexpr std::ptrdiff_t integer_row_bytes(int lanes) {
   return std::ptrdiff_t{lanes} * 4 + groups_of(lanes) * std::ptrdiff_t{sizeof(Group)};
-}
-
-// As the intrinsics have them inside: arrays of __m512i the compiler keeps in memory.
-using Sums = int __attribute__((vector_size(64)));
-
-// Adds to `out` what one group of integers gives; `ahead` is how many bytes ahead weights are called for.
-template <int ROWS, int TILES>
-void add_group(const char* x, const char* group, std::ptrdiff_t x_stride, const char* weights,
-                                 std::ptrdiff_t tile_stride, int lanes, std::ptrdiff_t ahead, bool is_first, float* out,
-                                 int out_stride) {
-  Sums sums[ROWS][TILES];
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r) {
-#pragma GCC unroll 4
-    for (int t = 0; t < TILES; ++t) {
-      sums[r][t] = (Sums)broadcast_lane(group + r * x_stride + offsetof(Group, offset));
-    }
-  }
-  for (int k = 0; k < lanes; ++k) {
-    __m512i lanes_of_weights[TILES];
-#pragma GCC unroll 4
-    for (int t = 0; t < TILES; ++t) {
-      const char* from = weights + t * tile_stride + k * 64;
-      lanes_of_weights[t] = _mm512_loadu_si512(from);
-      _mm_prefetch(from + ahead, kPrefetchHint);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-      const __m512i lane = broadcast_lane(x + r * x_stride + k * 4);
-#pragma GCC unroll 4
-      for (int t = 0; t < TILES; ++t) {
-        sums[r][t] = (Sums)_mm512_dpbusd_epi32((__m512i)sums[r][t], lanes_of_weights[t], lane);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r) {
-    const __m512 scale = _mm512_castsi512_ps(broadcast_lane(group + r * x_stride + offsetof(Group, scale)));
-#pragma GCC unroll 4
-    for (int t = 0; t < TILES; ++t) {
-      float* at = out + r * out_stride + t * kWidth;
-      const __m512 before = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(at);
-      _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)sums[r][t]), scale, before));
-    }
-  }
 }
 
 // The same for integers, but for the scales of the weights. Products of one group are summed up exactly.
@@ -146,8 +109,27 @@ void multiply_integer_pass(const char* x, std::ptrdiff_t x_stride, const Tiles& 
     const int end = std::min(tiles.lanes, first + kGroupLanes);
     const bool is_last = end + kPrefetchLanes > tiles.lanes;
     const std::ptrdiff_t ahead = kPrefetchLanes * 64 + (is_last ? (TILES - 1) * tiles.tile_stride : 0);
-    add_group<ROWS, TILES>(x + first * 4, group, x_stride, tiles.base[0] + first * 64, tiles.tile_stride, end - first,
-                           ahead, first == 0, out, out_stride);
+    Numbers<Int8>::Sum sums[ROWS][TILES];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+      for (int t = 0; t < TILES; ++t) {
+        sums[r][t] = (Numbers<Int8>::Sum)broadcast_lane(group + r * x_stride + offsetof(Group, offset));
+      }
+    }
+    for (int k = first; k < end; ++k) {
+      add_lane<Int8>(x + k * 4, x_stride, tiles.base[0] + k * 64, tiles.tile_stride, ahead, sums);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      const __m512 scale = _mm512_castsi512_ps(broadcast_lane(group + r * x_stride + offsetof(Group, scale)));
+#pragma GCC unroll 4
+      for (int t = 0; t < TILES; ++t) {
+        float* at = out + r * out_stride + t * kWidth;
+        const __m512 before = first == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(at);
+        _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)sums[r][t]), scale, before));
+      }
+    }
   }
 }
 

@@ -1,7 +1,8 @@
-// The two number formats that weights, activations and the KV cache may have, and vector arithmetic on them.
+// The number formats that weights and activations may have, the KV cache too but for integers, and vector arithmetic on
+// them.
 //
-// Everything is made of 4-byte lanes: one float, or two neighbouring bfloat16 values, whose products with two others the
-// CPU adds up in one instruction. Sums are always float.
+// Everything is made of 4-byte lanes: one float, or two neighbouring bfloat16 values, or four 8-bit integers, whose products
+// with as many others the CPU adds up in one instruction. Sums are float, those of integers 32-bit integers.
 #pragma once
 
 #include <immintrin.h>
@@ -16,6 +17,7 @@ constexpr int kWidth = 16;  // lanes of a vector
 struct Bf16 {
   std::uint16_t bits;
 };
+struct Int8 {};
 
 template <class T>
 struct Numbers;
@@ -23,6 +25,7 @@ struct Numbers;
 template <>
 struct Numbers<float> {
   static constexpr int kPerLane = 1;
+  using Sum = __m512;
 
   static __m512 dot(__m512 sum, __m512i x, __m512i y) {
     return _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y), sum);
@@ -34,6 +37,7 @@ struct Numbers<float> {
 template <>
 struct Numbers<Bf16> {
   static constexpr int kPerLane = 2;
+  using Sum = __m512;
 
   static __m512 dot(__m512 sum, __m512i x, __m512i y) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y); }
   static __m512 load(const Bf16* from) {
@@ -43,6 +47,16 @@ struct Numbers<Bf16> {
   static void store(Bf16* to, __m512 values) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(values));
   }
+};
+
+template <>
+struct Numbers<Int8> {
+  static constexpr int kPerLane = 4;
+  // As the intrinsics have it inside: arrays of __m512i the compiler keeps in memory.
+  using Sum = int __attribute__((vector_size(64)));
+
+  // x is signed, y is not.
+  static Sum dot(Sum sum, __m512i x, __m512i y) { return (Sum)_mm512_dpbusd_epi32((__m512i)sum, y, x); }
 };
 
 // All lanes hold the lane at `from`.

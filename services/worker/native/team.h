@@ -31,7 +31,8 @@ inline Range part_of(int count, int number, int num_parts) {
 // One thread's view of its team. The team's work is a row of stages, and every thread walks through all of them. A stage
 // is a number of tasks, in parts; all are done before the next stage begins. A thread takes the tasks of its own part
 // from the front, then what is left of the others' from the back. So a thread that another process keeps from its core
-// holds up nothing but the task it has in hand, and passes by what the others have done until it comes back.
+// holds up nothing but the task it has in hand, and passes by what the others have done until it comes back; at the end of
+// the call all meet.
 class Member {
  public:
   // `counters`: zeros, for each stage one of tasks done and one of tasks taken from each thread's part.
@@ -93,11 +94,14 @@ class Member {
 
   // The next task of a part, or -1 where all are taken. The low half counts those from the front.
   static int take(Counter& taken, int size, bool is_from_front) {
-    const auto is_over = [size](std::uint64_t counts) { return static_cast<int>(counts) + static_cast<int>(counts >> 32) >= size; };
+    const auto is_over = [size](std::uint64_t counts) {
+      return static_cast<int>(counts) + static_cast<int>(counts >> 32) >= size;
+    };
     if (is_over(taken.value.load(std::memory_order_relaxed))) {
       return -1;
     }
-    const std::uint64_t counts = taken.value.fetch_add(is_from_front ? 1 : std::uint64_t{1} << 32, std::memory_order_relaxed);
+    const std::uint64_t one = is_from_front ? 1 : std::uint64_t{1} << 32;
+    const std::uint64_t counts = taken.value.fetch_add(one, std::memory_order_relaxed);
     if (is_over(counts)) {
       return -1;
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from pydantic import BaseModel
@@ -89,7 +90,6 @@ class CompletionShape:
         self._id = f"cmpl-{call_id}"
         self._created = int(time.time())
         self._begun: set[int] = set()
-        self._chunks = _Chunks(self._completion((), None))
 
     def opening(self) -> list[str]:
         return []
@@ -108,6 +108,10 @@ class CompletionShape:
         return self._completion(
             tuple([self._choice(index, choice, has_prompt=True) for index, choice in sorted(choices.items())]), usage
         )
+
+    @cached_property
+    def _chunks(self) -> _Chunks:
+        return _Chunks(self._completion((), None))
 
     def _choice(self, index: int, choice: ChoiceSoFar, *, has_prompt: bool) -> CompletionChoice:
         """What a choice, or a piece of it, has come to; with what its prompt has to say where `has_prompt`."""
@@ -161,7 +165,6 @@ class ChatShape:
         self._body = body
         self._id = f"chatcmpl-{call_id}"
         self._created = int(time.time())
-        self._chunks = _Chunks(self._chunk(()))
 
     def opening(self) -> list[str]:
         """The role of every choice. No token is in these, so they end no clock."""
@@ -199,6 +202,10 @@ class ChatShape:
             prompt_logprobs=_prompt_logprobs(self._answer, self._body, 0, choices[0]),
             prompt_token_ids=self._prompt_token_ids(),
         ).model_dump_json()
+
+    @cached_property
+    def _chunks(self) -> _Chunks:
+        return _Chunks(self._chunk(()))
 
     def _whole_choice(self, index: int, choice: ChoiceSoFar) -> ChatChoice:
         return ChatChoice(

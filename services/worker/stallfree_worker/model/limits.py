@@ -69,6 +69,11 @@ class Work:
     windows: tuple[int | None, ...]
     """How far each layer looks back."""
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of keys and values in bfloat16, all layers together."""
+        return 2 * 2 * len(self.windows) * self.kv_size
+
 
 def work_of(config: DecoderConfig, *, num_head_rows: int) -> Work:
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
