@@ -61,8 +61,13 @@ async def test_ttft_tbt_and_stall_agree_with_the_clients_stamps(monkeypatch: pyt
         assert samples.total(f"{prefix}_stall_seconds_sum") == pytest.approx(stalls.stall_seconds, rel=0.10)
         assert samples.total(f"{prefix}_generated_tokens_total") == num_tokens
         assert samples.total(f"{prefix}_prompt_tokens_total") == sum(len(prompt) for prompt in prompts)
-    # The machine itself makes short ones now and then, here and there.
-    bounds = dict(router.buckets("stallfree_router_stall_seconds", cause="worker"))
+    # The machine itself makes short ones now and then, here and there. A long one is whoever's was late for longest.
     num_long = sum(gap.seconds - TBT_TARGET_SECONDS > LONG_STALL_SECONDS for gap in found)
     assert num_long > 5
-    assert bounds[math.inf] - bounds[LONG_STALL_SECONDS] == num_long
+    assert _num_long(router) == num_long
+    assert _num_long(router, cause="worker") >= 0.9 * num_long
+
+
+def _num_long(samples: Samples, **labels: str) -> float:
+    bounds = dict(samples.buckets("stallfree_router_stall_seconds", **labels))
+    return bounds[math.inf] - bounds[LONG_STALL_SECONDS]

@@ -37,7 +37,6 @@ struct CacheShape {
 struct Tables {
   const std::int32_t* seqlens_k;     // [num_sequences]
   const std::int32_t* block_tables;  // [num_sequences, max_blocks]
-  const std::int64_t* slots;         // [num_tokens]
   const std::int32_t* starts;        // [num_sequences]: position of the first token in the table
   std::int64_t max_blocks;
 };

@@ -49,9 +49,12 @@ struct StallfreeDecoder {
   const StallfreeLayer* layers;
   StallfreeMatrix head;
   const float* final_norm;
-  const char* embedding;  // [vocab_size, hidden_size]
+  const char* embedding;             // [vocab_size, hidden_size]
+  const float* inverse_frequencies;  // [num_ropes, head_dim / 2]: radians per position
+  const float* rope_factors;         // [num_ropes]: cosines and sines are multiplied with it
   std::int32_t is_bfloat16;
   std::int32_t num_layers;
+  std::int32_t num_ropes;
   std::int32_t hidden_size;
   std::int32_t intermediate_size;
   std::int32_t num_heads;
@@ -67,11 +70,11 @@ struct StallfreeDecoder {
 };
 
 struct StallfreeBatch {
-  const std::int64_t* token_ids;      // [num_tokens]
-  const std::int32_t* cu_seqlens_q;   // [num_sequences + 1]
-  const Tables* tables;               // [num_groups]
-  const float* const* cosines;        // [num_ropes] of [num_tokens, head_dim / 2]
-  const float* const* sines;
+  const std::int64_t* token_ids;     // [num_tokens]
+  const std::int64_t* positions;     // [num_tokens]
+  const std::int32_t* cu_seqlens_q;  // [num_sequences + 1]
+  const std::int32_t* num_shared;    // [num_sequences]: so many of the text stand in the cache and are not written again
+  const Tables* tables;              // [num_groups]
   std::int32_t num_tokens;
   std::int32_t num_sequences;
 };
@@ -115,10 +118,13 @@ class ForwardPass {
         hidden_(hidden),
         num_qkv_((decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim),
         num_q_(decoder.num_heads * decoder.head_dim),
+        num_angles_(decoder.num_ropes * decoder.head_dim / 2),
         shape_{decoder.block_size, decoder.num_kv_heads, decoder.head_dim,
                std::int64_t{decoder.block_size} * decoder.head_dim * std::int64_t{sizeof(T)},
                std::int64_t{decoder.block_size} * decoder.head_dim * decoder.num_kv_heads * std::int64_t{sizeof(T)}} {
     const std::int64_t num_tokens = batch.num_tokens;
+    cosines_ = take<float>(scratch, num_tokens * num_angles_);
+    sines_ = take<float>(scratch, num_tokens * num_angles_);
     normed_ = take<T>(scratch, num_tokens * decoder.hidden_size);
     projected_ = take<float>(scratch, num_tokens * num_qkv_);
     queries_ = take<T>(scratch, num_tokens * num_q_);
@@ -127,6 +133,9 @@ class ForwardPass {
     active_ = take<T>(scratch, num_tokens * decoder.intermediate_size);
     integers_ = take<char>(scratch, num_tokens * widest_integer_row(decoder));
     attention_scratch_ = take<AttentionScratch<T>>(scratch, num_threads);
+    for (int sequence = 0; sequence < batch.num_sequences; ++sequence) {
+      sequence_of_row_.insert(sequence_of_row_.end(), num_queries_of(sequence), sequence);
+    }
     plan_attention();
   }
 
@@ -135,15 +144,16 @@ class ForwardPass {
     const std::int64_t q = std::int64_t{decoder.num_heads} * decoder.head_dim;
     const std::int64_t qkv = q + std::int64_t{2} * decoder.num_kv_heads * decoder.head_dim;
     const std::int64_t per_token = sizeof(T) * (decoder.hidden_size + 2 * q + decoder.intermediate_size) +
-                                   sizeof(float) * (qkv + decoder.hidden_size) + widest_integer_row(decoder);
-    return num_tokens * per_token + std::int64_t{sizeof(AttentionScratch<T>)} * num_threads + 9 * 64;
+                                   sizeof(float) * (decoder.num_ropes * decoder.head_dim + qkv + decoder.hidden_size) +
+                                   widest_integer_row(decoder);
+    return num_tokens * per_token + std::int64_t{sizeof(AttentionScratch<T>)} * num_threads + 11 * 64;
   }
 
-  // At most.
-  int num_stages() const { return 1 + 12 * decoder_.num_layers; }
+  int most_stages() const { return 1 + kMostLayerStages * decoder_.num_layers; }
 
   void run(Member& member) {
     member.share_small(batch_.num_tokens, [&](int row) {
+      find_angles(row);
       embed(row);
       norm(row, decoder_.layers[0].input_norm);
     });
@@ -185,6 +195,20 @@ class ForwardPass {
     return batch_.cu_seqlens_q[sequence + 1] - batch_.cu_seqlens_q[sequence];
   }
 
+  // Of all ropes, as far as a row is turned by them.
+  void find_angles(int row) {
+    const __m256 position = _mm256_set1_ps(static_cast<float>(batch_.positions[row]));
+    for (int rope = 0, half = decoder_.head_dim / 2; rope < decoder_.num_ropes; ++rope) {
+      const __m256 factor = _mm256_set1_ps(decoder_.rope_factors[rope]);
+      for (int i = rope * half; i < (rope + 1) * half; i += 8) {
+        __m256 sine, cosine;
+        sine_and_cosine(_mm256_mul_ps(position, _mm256_loadu_ps(decoder_.inverse_frequencies + i)), &sine, &cosine);
+        _mm256_storeu_ps(sines_ + std::int64_t{row} * num_angles_ + i, _mm256_mul_ps(sine, factor));
+        _mm256_storeu_ps(cosines_ + std::int64_t{row} * num_angles_ + i, _mm256_mul_ps(cosine, factor));
+      }
+    }
+  }
+
   float* hidden_row(int row) const { return hidden_ + std::int64_t{row} * decoder_.hidden_size; }
 
   void embed(int row) {
@@ -218,7 +242,9 @@ class ForwardPass {
     }
   }
 
-  // Eight stages, and one more for each matrix of integers.
+  // Eight, and one more for each matrix of integers.
+  static constexpr int kMostLayerStages = 12;
+
   void run_layer(Member& member, const StallfreeLayer& layer, const float* next_norm) {
     project(member, normed_, layer.qkv, projected_);
     member.share_small(batch_.num_tokens, [&](int row) { place_heads(row, layer); });
@@ -267,10 +293,13 @@ class ForwardPass {
     const Tables& tables = batch_.tables[layer.group];
     alignas(64) float turned[kMostHeadDim];
     float* heads = projected_ + std::int64_t{row} * num_qkv_;
-    const float* cosine = batch_.cosines[layer.rope] + std::int64_t{row} * half;
-    const float* sine = batch_.sines[layer.rope] + std::int64_t{row} * half;
-    const std::int64_t block = tables.slots[row] / shape_.block_size;
-    const int slot = static_cast<int>(tables.slots[row] % shape_.block_size);
+    const float* cosine = cosines_ + std::int64_t{row} * num_angles_ + layer.rope * half;
+    const float* sine = sines_ + std::int64_t{row} * num_angles_ + layer.rope * half;
+    const int sequence = sequence_of_row_[row];
+    const bool is_shared = batch_.positions[row] < batch_.num_shared[sequence];
+    const std::int64_t place = batch_.positions[row] - tables.starts[sequence];
+    const std::int64_t block = tables.block_tables[sequence * tables.max_blocks + place / shape_.block_size];
+    const int slot = static_cast<int>(place % shape_.block_size);
     for (int head = 0; head < num_rotated; ++head) {
       float* values = heads + head * dim;
       if (layer.qk_norm != nullptr) {
@@ -286,11 +315,11 @@ class ForwardPass {
         for (int i = 0; i < dim; i += kWidth) {
           Numbers<T>::store(to + i, _mm512_load_ps(turned + i));
         }
-      } else {
+      } else if (!is_shared) {
         write_key<T>(head_at(layer.keys, block, head - num_heads), turned, slot, dim);
       }
     }
-    for (int head = 0; head < decoder_.num_kv_heads; ++head) {
+    for (int head = 0; head < decoder_.num_kv_heads && !is_shared; ++head) {
       write_value<T>(head_at(layer.values, block, head), heads + (num_rotated + head) * dim, slot, dim,
                      shape_.block_size);
     }
@@ -347,7 +376,10 @@ class ForwardPass {
   float* const hidden_;
   const int num_qkv_;
   const int num_q_;
+  const int num_angles_;
   const CacheShape shape_;
+  float* cosines_;  // [num_tokens, num_ropes, head_dim / 2]
+  float* sines_;
   T* normed_;
   float* projected_;
   T* queries_;
@@ -356,6 +388,7 @@ class ForwardPass {
   T* active_;
   char* integers_;
   AttentionScratch<T>* attention_scratch_;
+  std::vector<int> sequence_of_row_;
   std::vector<AttentionTask> tasks_;
 };
 
@@ -363,26 +396,32 @@ template <class T>
 void forward(const StallfreeDecoder& decoder, const StallfreeBatch& batch, float* hidden, char* scratch,
              int num_threads) {
   ForwardPass<T> pass(decoder, batch, hidden, scratch, num_threads);
-  run_together(num_threads, pass.num_stages(), [&](Member& member) { pass.run(member); });
+  run_together(num_threads, pass.most_stages(), [&](Member& member) { pass.run(member); });
 }
 
-// The output layer for some rows of `hidden`.
+// How many ids of a row the output layer tells one maximum for: it finds it while it has them in its registers.
+int ids_per_maximum(int num_rows) { return Passes(num_rows).tiles * kWidth; }
+
+// The output layer for some rows of `hidden`, and the maxima of each.
 template <class T>
 void head(const StallfreeDecoder& decoder, const float* hidden, const std::int64_t* rows, int num_rows, float* logits,
-          char* scratch, int num_threads) {
+          float* maxima, char* scratch, int num_threads) {
   const int size = decoder.hidden_size;
   T* normed = reinterpret_cast<T*>(scratch);
   char* integers = scratch + std::int64_t{num_rows} * size * std::int64_t{sizeof(T)};
   const Matrix matrix = matrix_of(decoder.head);
+  const int tiles_per_maximum = ids_per_maximum(num_rows) / kWidth;
+  const int num_maxima = (matrix.num_tiles + tiles_per_maximum - 1) / tiles_per_maximum;
   run_together(num_threads, 3, [&](Member& member) {
     member.share(num_rows, [&](int row) {
       norm_row_to(normed + std::int64_t{row} * size, hidden + rows[row] * size, decoder.final_norm, size,
                   decoder.norm_eps);
     });
-    multiply<T>(member, normed, num_rows, matrix, 1, integers,
+    multiply<T>(member, normed, num_rows, matrix, tiles_per_maximum, integers,
                 [&](int row, int count, int tile, int num_tiles, const float* sums) {
                   for (int r = 0; r < count; ++r) {
                     float* to = logits + std::int64_t{row + r} * matrix.num_outputs;
+                    SoundLargest most;
                     for (int t = 0; t < num_tiles; ++t) {
                       const int column = (tile + t) * kWidth;
                       __m512 value = _mm512_load_ps(sums + r * kPassStride + t * kWidth);
@@ -390,8 +429,11 @@ void head(const StallfreeDecoder& decoder, const float* hidden, const std::int64
                         value = soft_capped(value, decoder.logit_softcap);
                       }
                       const int left = std::min(kWidth, matrix.num_outputs - column);
-                      _mm512_mask_storeu_ps(to + column, static_cast<__mmask16>((1u << left) - 1), value);
+                      const __mmask16 lanes = static_cast<__mmask16>((1u << left) - 1);
+                      _mm512_mask_storeu_ps(to + column, lanes, value);
+                      most.add(_mm512_mask_mov_ps(_mm512_set1_ps(kNever), lanes, value));
                     }
+                    maxima[std::int64_t{row + r} * num_maxima + tile / tiles_per_maximum] = most.value();
                   }
                 });
   });
@@ -400,6 +442,9 @@ void head(const StallfreeDecoder& decoder, const float* hidden, const std::int64
 }  // namespace
 
 extern "C" {
+
+// One more whenever what is called here, the structures, or how Python lays out weights is no longer the same.
+int stallfree_interface() { return 2; }
 
 // Of the structures, in the order in which Python names them: it must mean the same.
 int stallfree_struct_bytes(int number) {
@@ -419,16 +464,25 @@ void stallfree_forward(const StallfreeDecoder* decoder, const StallfreeBatch* ba
   run(*decoder, *batch, hidden, scratch, num_threads);
 }
 
+// The most maxima that `stallfree_logits` may tell of a row, whatever number of rows there are.
+int stallfree_most_maxima(int num_ids) {
+  constexpr int kLeastIds = std::min(Passes(1).tiles, Passes(kMostRows).tiles) * kWidth;
+  return (num_ids + kLeastIds - 1) / kLeastIds;
+}
+
 // One token of each row [num_ids] of logits, by its temperature (0: the likeliest) and a share in [0, 1) that is drawn
 // evenly, among the ids whose bit is set, where there are bits; -1 where the row has NaN or +inf, or nothing but -inf in
-// what is allowed.
-void stallfree_draw(const float* logits, int num_rows, int num_ids, const float* temperatures, const double* shares,
-                    const void* const* allowed, std::int64_t* tokens, int num_threads) {
+// what is allowed. `maxima` are those that came with these logits, or null.
+void stallfree_draw(const float* logits, const float* maxima, int num_rows, int num_ids, const float* temperatures,
+                    const double* shares, const void* const* allowed, std::int64_t* tokens, int num_threads) {
+  const int ids_per = maxima == nullptr ? 1 : ids_per_maximum(num_rows);
+  const int num_maxima = (num_ids + ids_per - 1) / ids_per;
   // Idle members cost less than another number of threads, for which OpenMP would end some and start them anew.
   run_together(num_rows == 1 ? 1 : num_threads, 1, [&](Member& member) {
     member.share(num_rows, [&](int row) {
       const Logits own{logits + std::int64_t{row} * num_ids, num_ids, static_cast<const char*>(allowed[row])};
-      tokens[row] = draw(own, temperatures[row], shares[row]);
+      const float* own_maxima = maxima == nullptr ? own.values : maxima + std::int64_t{row} * num_maxima;
+      tokens[row] = draw(own, own_maxima, ids_per, temperatures[row], shares[row]);
     });
   });
 }
@@ -451,9 +505,9 @@ std::int64_t stallfree_read(const char* memory, std::int64_t num_bytes, int num_
 }
 
 void stallfree_logits(const StallfreeDecoder* decoder, const float* hidden, const std::int64_t* rows, int num_rows,
-                      float* logits, char* scratch, int num_threads) {
+                      float* logits, float* maxima, char* scratch, int num_threads) {
   const auto run = decoder->is_bfloat16 ? head<Bf16> : head<float>;
-  run(*decoder, hidden, rows, num_rows, logits, scratch, num_threads);
+  run(*decoder, hidden, rows, num_rows, logits, maxima, scratch, num_threads);
 }
 
 }  // extern "C"

@@ -38,33 +38,38 @@ struct Logits {
   }
 };
 
-// The largest that is allowed. NaN where the row has one, allowed or not: then its model has gone wrong; and so for +inf.
+// The largest that is allowed.
 inline float largest(const Logits& logits) {
   __m512 best = _mm512_set1_ps(kNever);
-  __mmask16 is_unsound = 0;
-  const __m512 infinite = _mm512_set1_ps(std::numeric_limits<float>::infinity());
-  const Logits all{logits.values, logits.num_ids, nullptr};
-  all.for_vectors(0, all.num_ids, [&](int, __m512 values) {
-    is_unsound |= _mm512_cmp_ps_mask(values, infinite, _CMP_NLT_UQ);
-    best = _mm512_max_ps(best, values);
-  });
-  if (is_unsound) {
-    return std::numeric_limits<float>::quiet_NaN();
-  }
-  if (logits.allowed != nullptr) {
-    best = _mm512_set1_ps(kNever);
-    logits.for_vectors(0, logits.num_ids, [&](int, __m512 values) { best = _mm512_max_ps(best, values); });
-  }
+  logits.for_vectors(0, logits.num_ids, [&](int, __m512 values) { best = _mm512_max_ps(best, values); });
   return _mm512_reduce_max_ps(best);
 }
 
-// The lowest id that has this value.
-inline std::int64_t first_with(const Logits& logits, float value) {
+// Gathers the largest of some values, and whether one of them is NaN or +inf: then the row's model has gone wrong.
+class SoundLargest {
+ public:
+  void add(__m512 values) {
+    is_unsound_ |= _mm512_cmp_ps_mask(values, _mm512_set1_ps(std::numeric_limits<float>::infinity()), _CMP_NLT_UQ);
+    best_ = _mm512_max_ps(best_, values);
+  }
+
+  // NaN where one is unsound.
+  float value() const {
+    return is_unsound_ ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(best_);
+  }
+
+ private:
+  __m512 best_ = _mm512_set1_ps(kNever);
+  __mmask16 is_unsound_ = 0;
+};
+
+// The lowest id from `begin` to `end` that has this value.
+inline std::int64_t first_with(const Logits& logits, int begin, int end, float value) {
   constexpr int kStep = 64 * kWidth;
   const __m512 wanted = _mm512_set1_ps(value);
-  for (int begin = 0; begin < logits.num_ids; begin += kStep) {
+  for (; begin < end; begin += kStep) {
     std::int64_t found = kNoToken;
-    logits.for_vectors(begin, std::min(begin + kStep, logits.num_ids), [&](int first, __m512 values) {
+    logits.for_vectors(begin, std::min(begin + kStep, end), [&](int first, __m512 values) {
       const __mmask16 equal = _mm512_cmp_ps_mask(values, wanted, _CMP_EQ_OQ);
       if (equal && found == kNoToken) {
         found = first + __builtin_ctz(equal);
@@ -122,13 +127,24 @@ inline std::int64_t at_share(const Logits& logits, float best, float temperature
   return token;
 }
 
+// `maxima` are the `SoundLargest` of every `ids_per_maximum` ids, allowed or not: of one each where nobody found them before.
 // `temperature` 0 draws the likeliest, of equal ones that with the lowest id.
-inline std::int64_t draw(const Logits& logits, float temperature, double share) {
-  const float best = largest(logits);
-  if (!std::isfinite(best)) {
+inline std::int64_t draw(const Logits& logits, const float* maxima, int ids_per_maximum, float temperature, double share) {
+  const Logits blocks{maxima, (logits.num_ids + ids_per_maximum - 1) / ids_per_maximum, nullptr};
+  SoundLargest of_all;
+  blocks.for_vectors(0, blocks.num_ids, [&](int, __m512 values) { of_all.add(values); });
+  if (!std::isfinite(of_all.value())) {
     return kNoToken;
   }
-  return temperature == 0 ? first_with(logits, best) : at_share(logits, best, temperature, share);
+  const float best = logits.allowed == nullptr ? of_all.value() : largest(logits);
+  if (temperature != 0) {
+    return std::isfinite(best) ? at_share(logits, best, temperature, share) : kNoToken;
+  }
+  if (logits.allowed != nullptr) {
+    return std::isfinite(best) ? first_with(logits, 0, logits.num_ids, best) : kNoToken;
+  }
+  const int begin = static_cast<int>(first_with(blocks, 0, blocks.num_ids, best)) * ids_per_maximum;
+  return first_with(logits, begin, std::min(begin + ids_per_maximum, logits.num_ids), best);
 }
 
 }  // namespace stallfree

@@ -162,7 +162,7 @@ Pass choose_pass(int rows, int tiles) {
 
 // How many rows of `num_rows` go through each pass: all while they fit one, so that weights come from memory once.
 struct Passes {
-  explicit Passes(int num_rows) : most_rows(num_rows <= kMostRows ? num_rows : 6), tiles(most_rows <= 6 ? 4 : 3) {}
+  explicit constexpr Passes(int num_rows) : most_rows(num_rows <= kMostRows ? num_rows : 6), tiles(most_rows <= 6 ? 4 : 3) {}
 
   int rows(int num_left) const {
     return num_left <= most_rows ? num_left : num_left < 2 * most_rows ? (num_left + 1) / 2 : most_rows;
@@ -184,7 +184,8 @@ struct Matrix {
 
 constexpr float kLeastMagnitude = 1e-30f;  // its inverse is still a number
 
-// Rounds `num_inputs` numbers to integers, each group by its own scale. NaN is in the scale then, and so in every product.
+// Rounds `num_inputs` numbers to integers, each group by its own scale. Where one is NaN or infinite the scale is NaN, and
+// so is every product.
 template <class T>
 void quantize_row(const T* x, int num_inputs, char* to) {
   char* groups = to + num_inputs;
@@ -206,7 +207,7 @@ void quantize_row(const T* x, int num_inputs, char* to) {
       total = _mm512_add_epi32(total, rounded);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm512_cvtepi32_epi8(rounded));
     }
-    const Group group{largest / 127.0f, -128 * _mm512_reduce_add_epi32(total)};
+    const Group group{0 * largest + largest / 127.0f, -128 * _mm512_reduce_add_epi32(total)};
     std::memcpy(groups, &group, sizeof group);
   }
 }

@@ -81,6 +81,30 @@ inline __m512 exponential(__m512 x) {
   return _mm512_scalef_ps(sum, n);
 }
 
+// Both of eight angles in [-2^30, 2^30], to about a unit in the last place. Whole quarters of a turn are taken off in double.
+inline void sine_and_cosine(__m256 angles, __m256* sine, __m256* cosine) {
+  const __m512d angle = _mm512_cvtps_pd(angles);
+  const __m512d quarters = _mm512_roundscale_pd(_mm512_mul_pd(angle, _mm512_set1_pd(0.63661977236758134)),
+                                                _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512d rest = _mm512_fnmadd_pd(quarters, _mm512_set1_pd(1.57079632679489662), angle);
+  const __m512d square = _mm512_mul_pd(rest, rest);
+  __m512d odd = _mm512_set1_pd(1.0 / 362880), even = _mm512_set1_pd(-1.0 / 3628800);
+  for (const double coefficient : {-1.0 / 5040, 1.0 / 120, -1.0 / 6, 1.0}) {
+    odd = _mm512_fmadd_pd(odd, square, _mm512_set1_pd(coefficient));
+  }
+  for (const double coefficient : {1.0 / 40320, -1.0 / 720, 1.0 / 24, -0.5, 1.0}) {
+    even = _mm512_fmadd_pd(even, square, _mm512_set1_pd(coefficient));
+  }
+  const __m256 sine_of_rest = _mm512_cvtpd_ps(_mm512_mul_pd(odd, rest)), cosine_of_rest = _mm512_cvtpd_ps(even);
+  const __m256i quarter = _mm512_cvtpd_epi32(quarters), next = _mm256_add_epi32(quarter, _mm256_set1_epi32(1));
+  const __m256 minus = _mm256_set1_ps(-0.0f);
+  const __mmask8 are_swapped = _mm256_test_epi32_mask(quarter, _mm256_set1_epi32(1));
+  const __m256 first = _mm256_mask_blend_ps(are_swapped, sine_of_rest, cosine_of_rest);
+  const __m256 second = _mm256_mask_blend_ps(are_swapped, cosine_of_rest, sine_of_rest);
+  *sine = _mm256_mask_xor_ps(first, _mm256_test_epi32_mask(quarter, _mm256_set1_epi32(2)), first, minus);
+  *cosine = _mm256_mask_xor_ps(second, _mm256_test_epi32_mask(next, _mm256_set1_epi32(2)), second, minus);
+}
+
 inline __m512 tangent_hyperbolic(__m512 x) {
   // 1 - 2 / (e^2x + 1) is exact enough at both ends, where e^2x is 0 or infinite.
   const __m512 power = exponential(_mm512_add_ps(x, x));

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <vector>
 
 namespace stallfree {
@@ -35,8 +36,9 @@ inline Range part_of(int count, int number, int num_parts) {
 // the call all meet.
 class Member {
  public:
-  // `counters`: zeros, for each stage one of tasks done and one of tasks taken from each thread's part.
-  Member(Counter* counters, int index, int num_threads) : index(index), num_threads(num_threads), counters_(counters) {}
+  // `counters`, up to `end`: zeros, for each stage one of tasks done and one of tasks taken from each thread's part.
+  Member(Counter* counters, const Counter* end, int index, int num_threads)
+      : index(index), num_threads(num_threads), counters_(counters), end_(end) {}
 
   const int index;
   const int num_threads;
@@ -76,6 +78,9 @@ class Member {
  private:
   template <class SizeOf, class Task>
   void share_stage(int num_parts, SizeOf&& size_of, Task&& task) {
+    if (end_ - counters_ < 1 + num_threads) {
+      std::abort();  // more stages than were announced
+    }
     Counter& num_done = counters_[0];
     std::uint64_t num_own = 0, num_all = 0;
     for (int turn = 0; turn < num_parts; ++turn) {
@@ -122,6 +127,7 @@ class Member {
   }
 
   Counter* counters_;
+  const Counter* const end_;
 };
 
 // Keeps a thread on a core of its own for one call, where the call has as many threads as this process had cores at its
@@ -173,15 +179,15 @@ class Pin {
   const bool is_pinned_;
 };
 
-// Calls `work(member)`, which walks through `num_stages` stages, in up to `num_threads` threads, fewer where OpenMP is
-// told to have fewer.
+// Calls `work(member)`, which walks through at most `most_stages` stages, in up to `num_threads` threads, fewer where
+// OpenMP is told to have fewer.
 template <class Work>
-void run_together(int num_threads, int num_stages, Work&& work) {
-  std::vector<Counter> counters(static_cast<std::size_t>(num_stages) * (1 + num_threads));
+void run_together(int num_threads, int most_stages, Work&& work) {
+  std::vector<Counter> counters(static_cast<std::size_t>(most_stages) * (1 + num_threads));
   const int core = sched_getcpu();
 #pragma omp parallel num_threads(num_threads)
   {
-    Member member(counters.data(), omp_get_thread_num(), omp_get_num_threads());
+    Member member(counters.data(), counters.data() + counters.size(), omp_get_thread_num(), omp_get_num_threads());
     const Pin pin(member.index, member.num_threads, core);
     work(member);
   }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +50,16 @@ def test_blocks_of_any_size_and_any_number_of_threads(
     folder = tiny_folder("gemma3")
     own = Texts(load(folder, "cpu", block_size=block_size, threads=threads))
     reference = Texts(load(folder, "reference", block_size=block_size))
+    for chunks in STEPS:
+        torch.testing.assert_close(own.step(chunks), reference.step(chunks), rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 80])
+def test_far_positions_are_turned_as_plain_torch_turns_them(tmp_path: Path, head_dim: int) -> None:
+    """Positions count tenthousandfold, so angles grow to millions, in every quarter of a turn."""
+    rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 1e-4}
+    folder = build_tiny_model(tmp_path / "far", rope_parameters=rope, head_dim=head_dim)
+    own, reference = (Texts(load(folder, backend)) for backend in ("cpu", "reference"))
     for chunks in STEPS:
         torch.testing.assert_close(own.step(chunks), reference.step(chunks), rtol=1e-4, atol=2e-4)
 
@@ -181,14 +194,31 @@ def test_integers_are_computed_with_as_what_they_stand_for(tmp_path: Path, hidde
     folder = build_tiny_model(tmp_path / "model", hidden_size=hidden_size, num_attention_heads=4, head_dim=16)
     decoder = quantized_decoder(folder)
     torch.manual_seed(num_rows)
-    hidden = torch.randn(num_rows, hidden_size) * torch.logspace(-2, 2, hidden_size)
+    magnitudes = torch.logspace(-2, 2, hidden_size)[torch.randperm(hidden_size)]
+    hidden = torch.randn(num_rows, hidden_size) * magnitudes
     hidden[-1, :20] = 0
     norm = decoder._weights.final_norm
     normed = torch.nn.functional.rms_norm(hidden, norm.shape, norm, 1e-6).to(torch.bfloat16).float()
     expected = _rounded(normed) @ _restored(decoder._weights.head).T
-    found = decoder.logits(hidden, torch.arange(num_rows))
+    found = decoder.logits(hidden, torch.arange(num_rows)).values
     unrounded = normed @ _restored(decoder._weights.head).T
     assert (found - expected).norm() < 0.25 * (unrounded - expected).norm()  # some inputs lie between two steps
+
+
+def test_layers_of_integers_whose_last_inputs_are_no_whole_group_are_as_good_as_others(tmp_path: Path) -> None:
+    """80 and 176 are no multiples of the 64 inputs that are rounded together: what a product left out, or took twice,
+    would be as large as the logits themselves."""
+    folder = build_tiny_model(
+        tmp_path / "odd", hidden_size=80, intermediate_size=176, num_attention_heads=4, head_dim=16
+    )
+    own = Texts(load(folder, "cpu", dtype="bfloat16", quantization="int8", threads=2))
+    plain, exact = (Texts(load(folder, "reference", dtype=dtype)) for dtype in ("bfloat16", "float32"))
+    for chunks in STEPS:
+        truth = exact.step(chunks)
+        error, error_of_bfloat16 = (
+            (texts.step(chunks).float() - truth).square().mean().sqrt() for texts in (own, plain)
+        )
+        assert error_of_bfloat16 < error < 4 * error_of_bfloat16
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -198,16 +228,16 @@ def test_what_is_no_number_spoils_its_own_row_of_integers_and_no_other(
     decoder = quantized_decoder(tiny_folder("llama"))
     torch.manual_seed(0)
     hidden = torch.randn(3, 64)
-    whole = decoder.logits(hidden, torch.arange(3))
+    whole = decoder.logits(hidden, torch.arange(3)).values.clone()
     hidden[1, 7] = bad
-    found = decoder.logits(hidden, torch.arange(3))
+    found = decoder.logits(hidden, torch.arange(3)).values
     assert found[1].isnan().all()
     assert torch.equal(found[[0, 2]], whole[[0, 2]])
 
 
 def test_a_row_of_zeros_gives_zeros_with_integers(tiny_folder: Callable[[str], Path]) -> None:
     decoder = quantized_decoder(tiny_folder("llama"))
-    assert decoder.logits(torch.zeros(2, 64), torch.arange(2)).count_nonzero() == 0
+    assert decoder.logits(torch.zeros(2, 64), torch.arange(2)).values.count_nonzero() == 0
 
 
 @pytest.mark.parametrize("family", ["llama-bias", "gemma3"])
@@ -233,3 +263,22 @@ def test_integer_weights_that_cannot_be_had_are_refused(
 ) -> None:
     with pytest.raises(ModelLoadError, match=f"--quantization int8: .*{reason}"):
         load_model(tiny_settings(tiny_folder("llama"), quantization="int8", **overrides))
+
+
+def test_fewer_threads_than_asked_compute_the_same(tiny_folder: Callable[[str], Path]) -> None:
+    """OpenMP may be told to give a call fewer threads than it asks for."""
+    program = (
+        "import sys, torch; from pathlib import Path; from tests.worker.model.test_cpu_decoder import load; "
+        "from tests.worker.model.texts import STEPS, Texts; "
+        "texts = Texts(load(Path(sys.argv[1]), 'cpu', threads=3)); "
+        "torch.save([texts.step(chunks) for chunks in STEPS], sys.argv[2])"
+    )
+    folder = tiny_folder("gemma3")
+    found = []
+    for limit in ("1", "2", "8"):
+        output = folder.parent / f"threads-{limit}.pt"
+        environment = {**os.environ, "OMP_THREAD_LIMIT": limit}
+        subprocess.run([sys.executable, "-c", program, str(folder), str(output)], check=True, env=environment)
+        found.append(torch.load(output))
+    for others in found[1:]:
+        assert all(torch.equal(own, other) for own, other in zip(found[0], others, strict=True))

@@ -11,8 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from stallfree_worker.model.cpu.decoder import CpuDecoder
 from stallfree_worker.model.cpu.draws import can_draw, draw_plainly
 from stallfree_worker.model.id_masks import mask_of, unpack
+from stallfree_worker.model.loader import load_model
+from stallfree_worker.model.runner import ModelRunner
+from tests.support.tiny_models import build_tiny_model
+from tests.worker.model.conftest import tiny_settings
 
 pytestmark = pytest.mark.skipif(not can_draw(), reason="the compiled kernels cannot be used")
 NOTHING = -1
@@ -74,6 +79,33 @@ def test_nothing_is_drawn_from_a_row_that_went_wrong(temperature: float) -> None
     tokens = draw_plainly(rows, [temperature] * 6, [0.5] * 6, [None, None, None, only_sound, nobody, None]).tolist()
     assert tokens[:5] == [NOTHING] * 5
     assert 0 <= tokens[5] < 300
+
+
+@pytest.mark.parametrize("num_rows", [1, 6, 7, 8, 9, 40])
+@pytest.mark.parametrize("vocab_size", [290, 304, 320])
+def test_maxima_that_the_output_layer_found_change_no_draw(tmp_path: Path, vocab_size: int, num_rows: int) -> None:
+    """The same rows are drawn from with them and without, rows that went wrong and rows of equal logits too."""
+    runner = load_model(tiny_settings(build_tiny_model(tmp_path / "model", vocab_size=vocab_size))).runner
+    assert isinstance(runner, ModelRunner)
+    decoder = runner._decoder
+    assert isinstance(decoder, CpuDecoder)
+    hidden = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(num_rows))
+    hidden[-1] = 0  # all logits are equal
+    hidden[num_rows // 2, 3] = math.nan
+    values, maxima = decoder.logits(hidden, torch.arange(num_rows))
+    assert maxima is not None
+    mask = torch.from_numpy(mask_of(range(1, vocab_size, 3), num_ids=vocab_size))
+    temperatures = [0.0 if row % 3 else 0.7 for row in range(num_rows)]
+    shares = [random.Random(row).random() for row in range(num_rows)]
+    for allowed in (None, mask):
+        found, expected = (
+            draw_plainly(values, temperatures, shares, [allowed] * num_rows, maxima=known).tolist()
+            for known in (maxima, None)
+        )
+        assert found == expected
+        assert found[num_rows // 2] == NOTHING
+        if num_rows > 2 and temperatures[-1] == 0:
+            assert found[-1] == (0 if allowed is None else 1)
 
 
 def test_a_mask_for_other_logits_is_refused() -> None:

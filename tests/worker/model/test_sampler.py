@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 
@@ -200,11 +199,8 @@ def test_only_what_is_allowed_is_drawn_and_by_its_share_of_that(params: dict[str
     mask = torch.from_numpy(mask_of(some, num_ids=num_ids))
     history = TokenHistory(prompt_token_ids=(1,), output_token_ids=(109, 118))
     for temperature in (0.0, 1.0):
-        draws = [
-            dataclasses.replace(draw(row, temperature=temperature, seed=row, **params), history=history)
-            for row in range(40)
-        ]
-        masked = [dataclasses.replace(one, allowed=mask) for one in draws]
+        draws = [draw(row, temperature=temperature, seed=row, **params)._replace(history=history) for row in range(40)]
+        masked = [one._replace(allowed=mask) for one in draws]
         tokens = draw_tokens(logits, masked)
         assert tokens == draw_tokens(among, draws)
         assert {token for token in tokens if token is not None} <= set(some)

@@ -42,7 +42,7 @@ class Texts:
             device = self.runner._decoder.device
             inputs = make_batch_inputs(plan, cache, device=device)
             hidden = self.runner._decoder.forward(inputs, cache)
-            return self.runner._decoder.logits(hidden, torch.arange(len(hidden), device=device))
+            return self.runner._decoder.logits(hidden, torch.arange(len(hidden), device=device)).values.clone()
 
     def _chunk(self, name: str, count: int, cache: KVCache) -> Chunk:
         start = self.lengths.get(name, 0)

@@ -48,7 +48,10 @@ _MANY_RATIOS = 8
 """Enough of one kind of step for quantiles of its own."""
 _ERROR_SMOOTHING = 0.05
 _RIDGE = 1e-9
-_NUM_SWEEPS = 60
+_MOST_SWEEPS = 60
+_LEAST_MOVE = 1e-5
+"""Square of the relative change that a sweep makes to the predictions of the window, summed over its steps: after less,
+the next sweeps change nothing that matters."""
 _LINE_TOKENS = 512
 _PRIOR_BASE_SECONDS = 0.02
 _PRIOR_SECONDS_PER_TOKEN = 0.0002
@@ -198,24 +201,28 @@ class StepTimeModel:
 
     def _add_moments(self, features: _Features, seconds: float, *, sign: float) -> None:
         weight = sign / (seconds * seconds)  # errors count in proportion to the step
-        for row, value in zip(self._moments, features, strict=True):
-            if value:
-                scaled = weight * value
-                for column, other in enumerate(features):
-                    row[column] += scaled * other
-        for place, value in enumerate(features):
-            self._targets[place] += weight * value * seconds
+        given = [(place, value) for place, value in enumerate(features) if value]
+        for place, value in given:
+            row, scaled = self._moments[place], weight * value
+            for column, other in given:
+                row[column] += scaled * other
+            self._targets[place] += scaled * seconds
 
     def _fit(self) -> None:
         """Non-negative least squares by coordinate descent, held near the present coefficients: what the window says
         nothing about stays as it is."""
         near = tuple(self._coefficients)
-        for _ in range(_NUM_SWEEPS):
+        for _ in range(_MOST_SWEEPS):
+            move = 0.0
             for place, row in enumerate(self._moments):
                 hold = _RIDGE + 1e-3 * row[place]
-                others = math.fsum(map(operator.mul, row, self._coefficients)) - row[place] * self._coefficients[place]
-                best = (self._targets[place] - others + hold * near[place]) / (row[place] + hold)
-                self._coefficients[place] = max(0.0, best)
+                present = self._coefficients[place]
+                others = math.fsum(map(operator.mul, row, self._coefficients)) - row[place] * present
+                best = max(0.0, (self._targets[place] - others + hold * near[place]) / (row[place] + hold))
+                move += row[place] * (best - present) ** 2
+                self._coefficients[place] = best
+            if move < _LEAST_MOVE:
+                return
 
 
 class _Ratios:

@@ -25,6 +25,7 @@ from torch import Tensor
 from stallfree_worker.model.attention.interface import PagedSequences, PagedTables
 from stallfree_worker.model.batch_inputs import BatchInputs
 from stallfree_worker.model.decoder import Decoder
+from stallfree_worker.model.draw import Logits
 from stallfree_worker.model.kv_cache import KVCache
 
 _HYBRID_TOKENS = (64, 128, 256, 512)
@@ -133,7 +134,7 @@ class GraphedDecoder:
         recorded.replay()
         return recorded.hidden[: len(inputs.token_ids)]
 
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, rows: Tensor) -> Logits:
         return self._decoder.logits(hidden, rows)
 
     def _find(self, inputs: BatchInputs) -> _RecordedPass | None:
@@ -167,10 +168,10 @@ class _Buffers:
 
         # Lengths on the host are upper bounds: kernels take the real ones from the device.
         query_lengths = (size.num_tokens,) if size.has_prefills else (1,) * size.num_sequences
+        slots = ints(num_groups, size.num_tokens, dtype=torch.int64).fill_(self._waste_slot)
         self.inputs = BatchInputs(
             token_ids=ints(size.num_tokens, dtype=torch.int64),
             positions=ints(size.num_tokens, dtype=torch.int64),
-            slot_mapping=ints(num_groups, size.num_tokens, dtype=torch.int64).fill_(self._waste_slot),
             sequences=PagedSequences(
                 cu_seqlens_q=ints(size.num_sequences + 1),
                 block_size=cache.block_size,
@@ -187,11 +188,13 @@ class _Buffers:
                     ]
                 ),
             ),
+            num_shared=ints(size.num_sequences),
             fresh_blocks=None,
             logit_rows=ints(0, dtype=torch.int64),
             sampled=(),
             scored_rows=None,
             scored=(),
+            find_slots=lambda: slots,
         )
         if not size.has_prefills:
             # every decode is at the place of its sequence, the padded ones too

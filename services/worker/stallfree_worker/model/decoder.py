@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stallfree_worker.model.attention.interface import AttentionBackend, AttentionRule
 from stallfree_worker.model.batch_inputs import BatchInputs
+from stallfree_worker.model.draw import Logits
 from stallfree_worker.model.families import DecoderConfig, LayerConfig
 from stallfree_worker.model.kv_cache import KVCache
 from stallfree_worker.model.kv_groups import group_layers
@@ -37,8 +38,8 @@ class Decoder(Protocol):
         """Writes the step's keys and values to the cache → the last layer's output, [num_tokens, hidden_size]."""
         ...
 
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The logits of some rows, int64 [num_rows], of what `forward` gave: [num_rows, num_ids]."""
+    def logits(self, hidden: Tensor, rows: Tensor) -> Logits:
+        """Those of some rows, int64 [num_rows], of what `forward` gave."""
         ...
 
 
@@ -87,12 +88,12 @@ class TorchDecoder:
             hidden = layer.finish(hidden, attend(q, *cache.layer(index), layer.attention_rule))
         return hidden
 
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, rows: Tensor) -> Logits:
         chosen = hidden.index_select(0, rows)
         normed = self._operations.norm(chosen, self._weights.final_norm, self._config.norm_eps)
         logits = self._weights.head(normed)
         cap = self._config.logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return Logits(logits if cap is None else torch.tanh(logits / cap) * cap, maxima=None)
 
 
 class _Layer:

@@ -1,8 +1,9 @@
-"""What one row of logits is drawn with. Made by `runner`, read by `sampler` and `logit_adjustments`."""
+"""What tokens are drawn from, and what one row is drawn with. Decoders and `runner` make it, `sampler` and
+`logit_adjustments` read it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,8 +13,15 @@ from stallfree_worker.engine.step import TokenHistory
 GREEDY_BELOW_TEMPERATURE = 1e-5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class Logits(NamedTuple):
+    """What the output layer says of some rows. A decoder may write over it when it is asked for others."""
+
+    values: Tensor  # [num_rows, num_ids]
+    maxima: Tensor | None  # float32 [num_rows, -]
+    """Where the compiled kernels made the logits: the largest of neighbouring ids. Only they can read them."""
+
+
+class Draw(NamedTuple):
     sampling: SamplingParams
     output_index: int
     history: TokenHistory | None = None

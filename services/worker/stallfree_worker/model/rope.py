@@ -159,15 +159,12 @@ class RotaryEmbeddings:
         factors = [rope.attention_factor for rope in ropes]
         self._factors = torch.tensor(factors, device=device)[:, None, None] if set(factors) != {1.0} else None
 
-    def half_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each pair of dimensions, float32 [num_ropes, num_tokens, head_dim / 2] each."""
-        angles = positions[:, None].float() * self._inverse_frequencies
-        cosines, sines = angles.cos(), angles.sin()
-        return (cosines, sines) if self._factors is None else (cosines * self._factors, sines * self._factors)
-
     def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Of each rope cosine and signed sine for `rotate`, float32 [num_tokens, 1, head_dim] each."""
-        cosines, sines = self.half_angles(positions)
+        angles = positions[:, None].float() * self._inverse_frequencies
+        cosines, sines = angles.cos(), angles.sin()
+        if self._factors is not None:
+            cosines, sines = cosines * self._factors, sines * self._factors
         whole = torch.cat((cosines, cosines), dim=-1)[:, :, None], torch.cat((-sines, sines), dim=-1)[:, :, None]
         return list(zip(*whole, strict=True))
 

@@ -11,7 +11,7 @@ from stallfree_shared.wire import MAX_LOGPROBS, RequestId, SamplingParams, Token
 from stallfree_worker.engine.step import BlockTable, Chunk, KVGroup, StepPlan, StepResult, TokenHistory
 from stallfree_worker.model.batch_inputs import BatchInputs, make_batch_inputs
 from stallfree_worker.model.decoder import Decoder
-from stallfree_worker.model.draw import Draw
+from stallfree_worker.model.draw import Draw, Logits
 from stallfree_worker.model.kv_cache import KVCache
 from stallfree_worker.model.logprobs import score_drawn, score_prompts
 from stallfree_worker.model.sampler import draw_tokens
@@ -76,23 +76,25 @@ class ModelRunner:
         inputs = make_batch_inputs(plan, self._cache, device=self._decoder.device)
         hidden = self._decoder.forward(inputs, self._cache)
         prompts = self._score_prompts(hidden, inputs)
-        logits = self._decoder.logits(hidden, inputs.logit_rows) if inputs.sampled else hidden.new_empty(0, 0)
+        no_logits = Logits(hidden.new_empty(0, 0), maxima=None)
+        logits = self._decoder.logits(hidden, inputs.logit_rows) if inputs.sampled else no_logits
         masks = self._structured_outputs.finish(inputs.sampled)
-        tokens = (
-            draw_tokens(logits, [self._draw_of(chunk, masks) for chunk in inputs.sampled]) if inputs.sampled else []
-        )
+        draws = [self._draw_of(chunk, masks) for chunk in inputs.sampled]
+        tokens = draw_tokens(logits.values, draws, maxima=logits.maxima) if draws else []
         self._structured_outputs.expect(inputs.sampled, tokens, masks)
         drawn = dict(zip([chunk.request_id for chunk in inputs.sampled], tokens, strict=True))
         unscored = [request_id for request_id, scores in prompts.items() if scores is None]
         undrawn = {
-            request_id: _why_nothing(logits[row]) for row, (request_id, one) in enumerate(drawn.items()) if one is None
+            request_id: _why_nothing(logits.values[row])
+            for row, (request_id, one) in enumerate(drawn.items())
+            if one is None
         }
         return StepResult(
             step_id=plan.step_id,
             token_id_by_request={request_id: token for request_id, token in drawn.items() if token is not None},
             failure_by_request={**undrawn, **dict.fromkeys(unscored, NOT_FINITE), **masks.failure_by_request},
             not_finite_request_ids=frozenset([*unscored, *(one for one in undrawn if undrawn[one] == NOT_FINITE)]),
-            logprobs_by_request=score_drawn(logits, inputs.sampled, tokens),
+            logprobs_by_request=score_drawn(logits.values, inputs.sampled, tokens),
             prompt_logprobs_by_request={request_id: scores for request_id, scores in prompts.items() if scores},
             completed_request_ids=masks.completed,
             postponed_request_ids=masks.postponed,
@@ -101,7 +103,7 @@ class ModelRunner:
     def _score_prompts(self, hidden: Tensor, inputs: BatchInputs) -> dict[RequestId, tuple[TokenLogprobs, ...] | None]:
         if inputs.scored_rows is None:
             return {}
-        return score_prompts(inputs.scored, inputs.scored_rows, lambda rows: self._decoder.logits(hidden, rows))
+        return score_prompts(inputs.scored, inputs.scored_rows, lambda rows: self._decoder.logits(hidden, rows).values)
 
     def _draw_of(self, chunk: Chunk, masks: StepMasks) -> Draw:
         sampling, output_index = chunk.sampling, chunk.output_index or 0

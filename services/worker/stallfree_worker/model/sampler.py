@@ -32,16 +32,23 @@ _MASK_64 = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
-    """logits [len(draws), num_ids], which stay as they are → a token id per row.
+def draw_tokens(logits: Tensor, draws: Sequence[Draw], *, maxima: Tensor | None = None) -> list[int | None]:
+    """logits [len(draws), num_ids], which stay as they are, and the maxima that came with them → a token id per row.
 
     None where the row has NaN, +inf or nothing but -inf, as the model gave it or after `logit_adjustments`.
     """
     has_kernel = logits.device.type == "cpu" and logits.dtype == torch.float32 and can_draw()
     is_done = list(map(_is_plain if has_kernel else _is_plainly_greedy, draws))
-    tokens = _draw_by_kernel(logits, draws, is_done) if has_kernel else _draw_greedy(logits, draws)
-    is_sound = tokens != _NOTHING
+    tokens = _draw_by_kernel(logits, maxima, draws, is_done) if has_kernel else _draw_greedy(logits, draws)
     others = [row for row, done in enumerate(is_done) if not done]
+    if others:
+        _redraw(tokens, logits, draws, others)
+    return [None if token == _NOTHING else token for token in tokens.tolist()]
+
+
+def _redraw(tokens: Tensor, logits: Tensor, draws: Sequence[Draw], others: Sequence[int]) -> None:
+    """Puts into `tokens`, which have the likeliest ones, what those rows give that are more than that."""
+    is_sound = tokens != _NOTHING
     greedy = [row for row in others if draws[row].is_greedy]
     sampled = [row for row in others if not draws[row].is_greedy]
     for rows, draw_some in ((greedy, _draw_greedy), (sampled, _draw_sampled)):
@@ -52,9 +59,7 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
             own_draws = [draws[row] for row in some]
             adjust_logits(own, own_draws)
             tokens[index] = draw_some(own, own_draws)
-    if others:
-        tokens = torch.where(is_sound, tokens, _NOTHING)
-    return [None if token == _NOTHING else token for token in tokens.tolist()]
+    tokens.masked_fill_(~is_sound, _NOTHING)
 
 
 def _is_plainly_greedy(draw: Draw) -> bool:
@@ -66,7 +71,7 @@ def _is_plain(draw: Draw) -> bool:
     return not draw.adjusts_logits and (draw.is_greedy or not (draw.sampling.min_p or _has_nucleus(draw)))
 
 
-def _draw_by_kernel(logits: Tensor, draws: Sequence[Draw], is_plain: Sequence[bool]) -> Tensor:
+def _draw_by_kernel(logits: Tensor, maxima: Tensor | None, draws: Sequence[Draw], is_plain: Sequence[bool]) -> Tensor:
     """Rows that are not plain are given the likeliest token of what the model gave."""
     pairs = list(zip(draws, is_plain, strict=True))
     return draw_plainly(
@@ -74,6 +79,7 @@ def _draw_by_kernel(logits: Tensor, draws: Sequence[Draw], is_plain: Sequence[bo
         [draw.sampling.temperature if plain and not draw.is_greedy else 0.0 for draw, plain in pairs],
         [_share(draw) if plain and not draw.is_greedy else 0.0 for draw, plain in pairs],
         [draw.allowed if plain else None for draw, plain in pairs],
+        maxima=maxima,
     )
 
 

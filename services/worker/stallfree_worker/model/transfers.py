@@ -11,7 +11,7 @@ from torch import Tensor
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """Of the same shape and dtype; on a CPU it may be the same memory."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

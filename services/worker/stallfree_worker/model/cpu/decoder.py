@@ -7,7 +7,6 @@ throughout, so in bfloat16 it rounds less often. Called by `runner`.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_void_p
 
 import torch
 from torch import Tensor
@@ -15,9 +14,10 @@ from torch import Tensor
 from stallfree_worker.model.batch_inputs import BatchInputs
 from stallfree_worker.model.cpu import library
 from stallfree_worker.model.cpu.packed import PackedMatrix
+from stallfree_worker.model.draw import Logits
 from stallfree_worker.model.families import DecoderConfig
 from stallfree_worker.model.kv_cache import KVCache
-from stallfree_worker.model.rope import RopeConfig, RotaryEmbeddings
+from stallfree_worker.model.rope import RopeConfig, inverse_frequencies
 from stallfree_worker.model.weights import DecoderWeights, LayerWeights
 
 _BLOCK_SIZES = (16, 32, 64, 128)
@@ -59,14 +59,19 @@ class CpuDecoder:
         self._num_threads = num_threads
         self._hidden_size = config.hidden_size
         self._num_ids = weights.head.num_outputs
-        ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
-        self._ropes = RotaryEmbeddings(ropes, head_dim=config.head_dim, device=self.device)
         for layer in weights.layers:  # from here on these weights are this decoder's alone
             layer.gate_up.interleave_halves()
-        self._layers = _layers(config, weights, ropes)
-        self._struct = _struct(config, weights, self._layers, block_size=block_size)
+        self._ropes = _Ropes(config)
+        self._layers = _layers(config, weights, self._ropes)
+        self._struct = _struct(config, weights, self._layers, self._ropes, block_size=block_size)
         self._cache: KVCache | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch_tokens = 0
+        """So many it has room for."""
+        self._most_maxima = self._library.stallfree_most_maxima(self._num_ids)
+        self._logits_memory = torch.empty(0, self._num_ids)
+        self._maxima_memory = torch.empty(0, self._most_maxima)
+        self._logits = self._logits_of(0)
 
     def prepare(self, cache: KVCache) -> None:
         """Tells the kernels where the cache is."""
@@ -83,25 +88,21 @@ class CpuDecoder:
         if inputs.fresh_blocks is not None:
             cache.clear(inputs.fresh_blocks)
         num_tokens = len(inputs.token_ids)
-        cosines, sines = self._ropes.half_angles(inputs.positions)
-        slots = inputs.slot_mapping.unbind(0)
         tables = [
             library.Tables(
                 seqlens_k=_address(table.seqlens_k),
                 block_tables=_address(table.block_tables),
-                slots=_address(own_slots),
                 starts=_address(table.starts),
                 max_blocks=table.block_tables.shape[1],
             )
-            for table, own_slots in zip(inputs.sequences.tables, slots, strict=True)
+            for table in inputs.sequences.tables
         ]
-        pointers = c_void_p * len(cosines)
         batch = library.Batch(
             token_ids=_address(inputs.token_ids),
+            positions=_address(inputs.positions),
             cu_seqlens_q=_address(inputs.sequences.cu_seqlens_q),
+            num_shared=_address(inputs.num_shared),
             tables=(library.Tables * len(tables))(*tables),
-            cosines=pointers(*map(_address, cosines.unbind(0))),
-            sines=pointers(*map(_address, sines.unbind(0))),
             num_tokens=num_tokens,
             num_sequences=len(inputs.sequences.query_lengths),
         )
@@ -111,33 +112,58 @@ class CpuDecoder:
         )
         return hidden
 
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The logits of some rows, int64 [num_rows], of what `forward` gave: float32 [num_rows, num_ids]."""
-        logits = torch.empty(len(rows), self._num_ids)
+    def logits(self, hidden: Tensor, rows: Tensor) -> Logits:
+        """See `Decoder`; float32. The next call writes over them: fresh memory for so many would have to be cleared by
+        the system in every step."""
+        num_rows = len(rows)
+        if len(self._logits.values) != num_rows:
+            self._logits = self._logits_of(num_rows)
         self._library.stallfree_logits(
             self._struct,
             _address(hidden),
             _address(rows),
-            len(rows),
-            _address(logits),
-            self._scratch_for(len(rows)),
+            num_rows,
+            _address(self._logits.values),
+            _address(self._logits.maxima),
+            self._scratch_for(num_rows),
             self._num_threads,
         )
-        return logits
+        return self._logits
+
+    def _logits_of(self, num_rows: int) -> Logits:
+        """The first of the memory for logits, which grows where it is too small."""
+        if len(self._logits_memory) < num_rows:
+            self._logits_memory = torch.empty(num_rows, self._num_ids)
+            self._maxima_memory = torch.empty(num_rows, self._most_maxima)
+        return Logits(self._logits_memory[:num_rows], self._maxima_memory[:num_rows])
 
     def _scratch_for(self, num_tokens: int) -> int:
-        num_bytes = self._library.stallfree_scratch_bytes(self._struct, num_tokens, self._num_threads)
-        if len(self._scratch) < num_bytes:
-            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_tokens > self._scratch_tokens:
+            num_bytes = self._library.stallfree_scratch_bytes(self._struct, num_tokens, self._num_threads)
+            self._scratch, self._scratch_tokens = torch.empty(num_bytes, dtype=torch.uint8), num_tokens
         return _address(self._scratch)
 
 
-def _layers(
-    config: DecoderConfig, weights: DecoderWeights[PackedMatrix], ropes: list[RopeConfig]
-) -> ctypes.Array[library.Layer]:
+class _Ropes:
+    """The rotary rules of a model, each once."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        rules = list(dict.fromkeys(layer.rope for layer in config.layers))
+        self._numbers = {rule: number for number, rule in enumerate(rules)}
+        self.inverse_frequencies = torch.stack([inverse_frequencies(rule, config.head_dim) for rule in rules])
+        self.factors = torch.tensor([float(rule.attention_factor) for rule in rules])
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def number_of(self, rule: RopeConfig) -> int:
+        return self._numbers[rule]
+
+
+def _layers(config: DecoderConfig, weights: DecoderWeights[PackedMatrix], ropes: _Ropes) -> ctypes.Array[library.Layer]:
     return (library.Layer * len(config.layers))(
         *[
-            _layer(own, rope=ropes.index(layer.rope), window=layer.window_tokens)
+            _layer(own, rope=ropes.number_of(layer.rope), window=layer.window_tokens)
             for layer, own in zip(config.layers, weights.layers, strict=True)
         ]
     )
@@ -163,6 +189,7 @@ def _struct(
     config: DecoderConfig,
     weights: DecoderWeights[PackedMatrix],
     layers: ctypes.Array[library.Layer],
+    ropes: _Ropes,
     *,
     block_size: int,
 ) -> library.DecoderStruct:
@@ -174,8 +201,11 @@ def _struct(
         head=_matrix(weights.head),
         final_norm=_address(weights.final_norm),
         embedding=_address(weights.embedding),
+        inverse_frequencies=_address(ropes.inverse_frequencies),
+        rope_factors=_address(ropes.factors),
         is_bfloat16=dtype == torch.bfloat16,
         num_layers=len(layers),
+        num_ropes=len(ropes),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_heads=config.num_heads,

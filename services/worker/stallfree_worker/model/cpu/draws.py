@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from ctypes import c_void_p
+from ctypes import c_double, c_float, c_void_p
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,26 +19,30 @@ def can_draw() -> bool:
 
 
 def draw_plainly(
-    logits: Tensor, temperatures: Sequence[float], shares: Sequence[float], allowed: Sequence[Tensor | None]
+    logits: Tensor,
+    temperatures: Sequence[float],
+    shares: Sequence[float],
+    allowed: Sequence[Tensor | None],
+    *,
+    maxima: Tensor | None = None,
 ) -> Tensor:
     """logits float32 [num_rows, num_ids], contiguous → int64 [num_rows]: of each row the likeliest id where its
     temperature is 0, else the one at which the running sum of its distribution passes `shares`, in [0, 1). Only ids
     that are `allowed` (see `id_masks`), where that is told. -1 where the row has NaN or +inf, or nothing but -inf in
-    what is allowed."""
+    what is allowed. With the `maxima` that came with these very rows, most of a row need not be read."""
     num_rows, num_ids = logits.shape
     for mask in allowed:
         if mask is not None and (mask.shape, mask.dtype) != ((-(-num_ids // WORD_BITS),), torch.int32):
             raise ValueError(f"a mask of shape {tuple(mask.shape)} is not for {num_ids} ids")
-    masks = (c_void_p * num_rows)(*[0 if mask is None else mask.data_ptr() for mask in allowed])
-    own_temperatures, own_shares = np.array(temperatures, dtype=np.float32), np.array(shares, dtype=np.float64)
     tokens = torch.empty(num_rows, dtype=torch.int64)
     library.load_library().stallfree_draw(
         logits.data_ptr(),
+        0 if maxima is None else maxima.data_ptr(),
         num_rows,
         num_ids,
-        own_temperatures.ctypes.data,
-        own_shares.ctypes.data,
-        masks,
+        (c_float * num_rows)(*temperatures),
+        (c_double * num_rows)(*shares),
+        (c_void_p * num_rows)(*[0 if mask is None else mask.data_ptr() for mask in allowed]),
         tokens.data_ptr(),
         torch.get_num_threads(),
     )

@@ -16,6 +16,8 @@ import torch
 from stallfree_worker.model.errors import ModelLoadError
 
 LIBRARY_PATH = Path(__file__).with_name("_kernels.so")
+_INTERFACE = 2
+"""Of `stallfree_interface` in `native/decoder.cpp`: raised there and here together."""
 
 
 class Matrix(ctypes.Structure):
@@ -54,8 +56,11 @@ class DecoderStruct(ctypes.Structure):
         ("head", Matrix),
         ("final_norm", c_void_p),
         ("embedding", c_void_p),
+        ("inverse_frequencies", c_void_p),
+        ("rope_factors", c_void_p),
         ("is_bfloat16", c_int32),
         ("num_layers", c_int32),
+        ("num_ropes", c_int32),
         ("hidden_size", c_int32),
         ("intermediate_size", c_int32),
         ("num_heads", c_int32),
@@ -75,7 +80,6 @@ class Tables(ctypes.Structure):
     _fields_ = (
         ("seqlens_k", c_void_p),
         ("block_tables", c_void_p),
-        ("slots", c_void_p),
         ("starts", c_void_p),
         ("max_blocks", c_int64),
     )
@@ -84,10 +88,10 @@ class Tables(ctypes.Structure):
 class Batch(ctypes.Structure):
     _fields_ = (
         ("token_ids", c_void_p),
+        ("positions", c_void_p),
         ("cu_seqlens_q", c_void_p),
+        ("num_shared", c_void_p),
         ("tables", POINTER(Tables)),
-        ("cosines", POINTER(c_void_p)),
-        ("sines", POINTER(c_void_p)),
         ("num_tokens", c_int32),
         ("num_sequences", c_int32),
     )
@@ -112,21 +116,24 @@ def load_library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(LIBRARY_PATH))
     except OSError as error:
         raise ModelLoadError(f"they cannot be loaded: {error}; install stallfree-worker again") from error
+    if not _fits(library):
+        raise ModelLoadError("they are of another version; install stallfree-worker again")
+    _declare(library)
+    return library
+
+
+def _fits(library: ctypes.CDLL) -> bool:
+    """Whether the kernels were compiled from the sources that go with this module."""
+    if getattr(library, "stallfree_interface", int)() != _INTERFACE:  # old ones have no such function
+        return False
     library.stallfree_struct_bytes.argtypes = (c_int,)
     library.stallfree_struct_bytes.restype = c_int
     structs = (Matrix, Layer, DecoderStruct, Tables, Batch)
     sizes = [library.stallfree_struct_bytes(number) for number in range(len(structs))]
-    if sizes != [ctypes.sizeof(struct) for struct in structs]:
-        raise ModelLoadError("they are of another version; install stallfree-worker again")
-    try:
-        _declare(library)
-    except AttributeError as error:
-        raise ModelLoadError("they are of another version; install stallfree-worker again") from error
-    return library
+    return sizes == [ctypes.sizeof(struct) for struct in structs]
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    """Raises AttributeError where one of the functions is not there."""
     library.stallfree_is_supported.argtypes = (c_int,)
     library.stallfree_is_supported.restype = c_int
     library.stallfree_scratch_bytes.argtypes = (POINTER(DecoderStruct), c_int64, c_int)
@@ -140,10 +147,14 @@ def _declare(library: ctypes.CDLL) -> None:
         c_int,
         c_void_p,
         c_void_p,
+        c_void_p,
         c_int,
     )
     library.stallfree_logits.restype = None
+    library.stallfree_most_maxima.argtypes = (c_int,)
+    library.stallfree_most_maxima.restype = c_int
     library.stallfree_draw.argtypes = (
+        c_void_p,
         c_void_p,
         c_int,
         c_int,
