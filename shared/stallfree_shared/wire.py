@@ -1,7 +1,8 @@
 """Router ↔ worker: the messages, and the HTTP routes they travel on.
 
     GET    /wire/model                      → ModelCard       what the worker serves
-    GET    /wire/tokenizer                  → tokenizer.json  bytes, ETag = ModelCard.tokenizer_sha256
+    GET    /wire/tokenizer                  → tokenizer.json  bytes, ETag = ModelCard.tokenizer_sha256; and HEAD. There
+                                                              before the model is, which takes longer to load
     GET    /wire/frames?connection_id=…     → Frame, Frame, … one JSON object a line, until either side leaves
     POST   /wire/requests    SubmitRequest  → 202 SubmitAccepted | error body
     DELETE /wire/requests/{request_id}?attempt=…   → 204      cancel; true also for one that is not there

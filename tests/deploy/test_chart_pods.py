@@ -13,7 +13,7 @@ from stallfree_router.app import create_app as create_router_app
 from stallfree_router.settings import RouterSettings
 from stallfree_shared.drain import Drain
 from stallfree_worker.app import create_app as create_worker_app
-from stallfree_worker.loaded_model import LoadedModel
+from stallfree_worker.loaded_model import LoadedModel, OnTokenizer
 from stallfree_worker.settings import WorkerSettings
 from tests.deploy.rendering import (
     Manifest,
@@ -200,7 +200,7 @@ def _has_route(app: FastAPI, path: str) -> bool:
     return any(route.matches(scope)[0] is Match.FULL for route in app.routes)
 
 
-def _load_nothing(_settings: WorkerSettings) -> LoadedModel:
+def _load_nothing(_settings: WorkerSettings, _on_tokenizer: OnTokenizer) -> LoadedModel:
     raise AssertionError("an app that is never started loads no model")
 
 

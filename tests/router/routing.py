@@ -19,7 +19,7 @@ from stallfree_router.settings import DiscoverySettings, DispatchSettings
 from stallfree_router.worker_connection import FetchTokenizer
 from stallfree_router.workers import Workers
 from stallfree_shared.settings import RedisSettings
-from stallfree_shared.wire import ModelCard, RequestId, SamplingParams
+from stallfree_shared.wire import RequestId, SamplingParams
 from tests.router.fake_worker import MODEL
 from tests.support.waiting import wait_until
 
@@ -87,14 +87,14 @@ async def routing(
     records = RequestRecords(redis or RedisSettings(), metrics)
     tokenizers: dict[str, bytes] = {}
 
-    async def on_model(card: ModelCard, fetch_tokenizer: FetchTokenizer) -> None:
-        tokenizers[card.model] = await fetch_tokenizer()
+    async def add_tokenizer(sha256: str, fetch: FetchTokenizer) -> None:
+        tokenizers[sha256] = await fetch()
 
     workers = Workers(
         discovery=discovery or UrlDiscovery(DiscoverySettings(worker_urls=urls)),
         settings=settings,
         metrics=metrics,
-        on_model=on_model,
+        add_tokenizer=add_tokenizer,
         rng=random.Random(7),
     )
     dispatcher = Dispatcher(

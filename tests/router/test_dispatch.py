@@ -46,7 +46,7 @@ async def test_a_generation_streams_its_tokens_in_order_and_leaves_nothing() -> 
         assert outputs[-1].finish_reason == "stop"
         assert outputs[-1].usage is not None
         assert outputs[-1].usage.completion_tokens == 4
-        assert router.tokenizers == {MODEL: b"{}"}
+        assert router.tokenizers == {worker.card.tokenizer_sha256: b"{}"}
         assert router.sample("attempts_total", reason="first") == 1
         assert router.sample("queue_seconds_count", model=MODEL, tenant="default") == 1
         assert router.sample("predicted_output_tokens_error_ratio_count", model=MODEL) == 1

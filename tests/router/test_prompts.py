@@ -52,7 +52,7 @@ async def prompts(request: pytest.FixtureRequest) -> AsyncIterator[Prompts]:
     async def fetch() -> bytes:
         return content
 
-    await registry.add_model(card, fetch)
+    await registry.add(card.tokenizer_sha256, fetch)
     yield Prompts(registry, card)
     registry.close()
 

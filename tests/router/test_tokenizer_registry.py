@@ -40,10 +40,10 @@ class Source:
 async def test_workers_of_one_model_share_one_tokenizer(registry: TokenizerRegistry) -> None:
     source = Source()
     card = scripted_card()
-    await asyncio.gather(*(registry.add_model(card, source.fetch) for _ in range(5)))
+    await asyncio.gather(*(registry.add(card.tokenizer_sha256, source.fetch) for _ in range(5)))
     num_fetches = source.num_fetches
     loaded = registry.tokenizer(card)
-    await registry.add_model(card, source.fetch)
+    await registry.add(card.tokenizer_sha256, source.fetch)
     assert source.num_fetches == num_fetches
     assert registry.tokenizer(card) is loaded
     assert registry.tokenizer(card).encode("ABCDEF", add_special_tokens=True) != ()
@@ -54,9 +54,9 @@ async def test_a_worker_that_never_sends_its_tokenizer_holds_up_no_other(registr
         await asyncio.Event().wait()
         return b""
 
-    frozen = asyncio.ensure_future(registry.add_model(scripted_card(), freeze))
+    frozen = asyncio.ensure_future(registry.add(scripted_card().tokenizer_sha256, freeze))
     async with asyncio.timeout(5):
-        await registry.add_model(scripted_card(), Source().fetch)
+        await registry.add(scripted_card().tokenizer_sha256, Source().fetch)
     assert not frozen.done()
     frozen.cancel()
     await asyncio.gather(frozen, return_exceptions=True)
@@ -65,7 +65,7 @@ async def test_a_worker_that_never_sends_its_tokenizer_holds_up_no_other(registr
 async def test_a_tokenizer_that_is_not_the_cards_is_refused(registry: TokenizerRegistry) -> None:
     card = scripted_card()
     with pytest.raises(ValueError, match="sha256"):
-        await registry.add_model(card, Source(_JSON + b" ").fetch)
+        await registry.add(card.tokenizer_sha256, Source(_JSON + b" ").fetch)
     with pytest.raises(UnavailableError):
         registry.tokenizer(card)
 
@@ -73,7 +73,7 @@ async def test_a_tokenizer_that_is_not_the_cards_is_refused(registry: TokenizerR
 async def test_bytes_that_are_no_tokenizer_are_refused(registry: TokenizerRegistry) -> None:
     card = scripted_card().model_copy(update={"tokenizer_sha256": hashlib.sha256(b"{}").hexdigest()})
     with pytest.raises(ValueError, match="not a tokenizer"):
-        await registry.add_model(card, Source(b"{}").fetch)
+        await registry.add(card.tokenizer_sha256, Source(b"{}").fetch)
 
 
 async def test_only_so_many_are_kept_and_the_one_used_last_stays(registry: TokenizerRegistry) -> None:
@@ -82,10 +82,10 @@ async def test_only_so_many_are_kept_and_the_one_used_last_stays(registry: Token
         scripted_card().model_copy(update={"tokenizer_sha256": hashlib.sha256(source).hexdigest()})
         for source in sources
     ]
-    await registry.add_model(cards[0], Source(sources[0]).fetch)
-    await registry.add_model(cards[1], Source(sources[1]).fetch)
+    await registry.add(cards[0].tokenizer_sha256, Source(sources[0]).fetch)
+    await registry.add(cards[1].tokenizer_sha256, Source(sources[1]).fetch)
     registry.tokenizer(cards[0])
-    await registry.add_model(cards[2], Source(sources[2]).fetch)
+    await registry.add(cards[2].tokenizer_sha256, Source(sources[2]).fetch)
     registry.tokenizer(cards[0])
     registry.tokenizer(cards[2])
     with pytest.raises(UnavailableError):

@@ -15,10 +15,11 @@ from starlette.responses import Response
 
 from stallfree_router.metrics import RouterMetrics
 from stallfree_router.policy import Demand
+from stallfree_router.routes.errors import error_response
 from stallfree_router.worker_connection import KEEPALIVE_SECONDS, FetchTokenizer
 from stallfree_router.workers import Workers
 from stallfree_shared.errors import DrainingError, StallfreeError, UnavailableError, WorkerLostError, WorkerTimeoutError
-from stallfree_shared.wire import ModelCard, SubmitAccepted
+from stallfree_shared.wire import SubmitAccepted
 from tests.router.fake_worker import FIRST_TOKEN_ID, MODEL, FakeWorker
 from tests.router.routing import SETTINGS, ListDiscovery, collect, generation, routing
 from tests.support.waiting import wait_until
@@ -255,7 +256,17 @@ async def test_a_worker_is_used_only_after_its_model_was_taken_in() -> None:
     worker.answer_model = lambda: next(answers, None)
     async with worker.serving() as url, routing(url) as router:
         await router.usable()
-        assert set(router.tokenizers) == {MODEL}
+        assert set(router.tokenizers) == {worker.card.tokenizer_sha256}
+
+
+async def test_the_tokenizer_of_a_worker_is_taken_while_its_model_is_still_loading() -> None:
+    worker = FakeWorker()
+    worker.answer_model = lambda: error_response(UnavailableError("it is loading", retry_after_seconds=1))
+    async with worker.serving() as url, routing(url) as router:
+        await wait_until(lambda: set(router.tokenizers) == {worker.card.tokenizer_sha256})
+        assert router.workers.models() == {}
+        worker.answer_model = lambda: None
+        await router.usable()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -311,7 +322,7 @@ async def test_of_cards_that_differ_the_one_for_the_longest_prompts_is_told() ->
 async def test_c29_what_is_wrong_with_a_worker_for_long_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     num_refusals = 0
 
-    async def refuse(card: ModelCard, fetch_tokenizer: FetchTokenizer) -> None:
+    async def refuse(sha256: str, fetch: FetchTokenizer) -> None:
         nonlocal num_refusals
         num_refusals += 1
         raise ValueError("no tokenizer of ours")
@@ -322,7 +333,7 @@ async def test_c29_what_is_wrong_with_a_worker_for_long_is_told_once(caplog: pyt
             discovery=ListDiscovery([url, "http://no host:x"]),
             settings=SETTINGS,
             metrics=RouterMetrics(),
-            on_model=refuse,
+            add_tokenizer=refuse,
         )
         running = asyncio.create_task(workers.run())
         await wait_until(lambda: num_refusals == 4)

@@ -240,7 +240,7 @@ async def router_under_test(*, max_model_len: int = 2048, **settings: object) ->
     async def fetch() -> bytes:
         return scripted_tokenizer().to_str().encode()
 
-    await router.tokenizers.add_model(card, fetch)
+    await router.tokenizers.add(card.tokenizer_sha256, fetch)
     try:
         yield router
         router.assert_idle()

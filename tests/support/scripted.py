@@ -42,7 +42,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from stallfree_shared.wire import ModelCard, RequestId, TokenLogprobs
 from stallfree_worker.engine.step import Chunk, KVGroup, StepPlan, StepResult
-from stallfree_worker.loaded_model import LoadedModel
+from stallfree_worker.loaded_model import LoadedModel, OnTokenizer, TokenizerFile
 from stallfree_worker.settings import WorkerSettings
 
 PAD, BOS, EOS, FAIL_ROW, RAISE, EXIT, HANG, SLOW = range(8)
@@ -202,20 +202,20 @@ def scripted_card(*, model: str = "scripted", max_model_len: int = _DEFAULT_MAX_
     )
 
 
-def load_scripted_model(settings: WorkerSettings) -> LoadedModel:
+def load_scripted_model(settings: WorkerSettings, on_tokenizer: OnTokenizer) -> LoadedModel:
     """A `ModelLoader`. Raises RuntimeError where the environment says so."""
+    max_model_len = settings.max_model_len or _DEFAULT_MAX_MODEL_LEN
+    card = scripted_card(model=settings.served_model_name or settings.model, max_model_len=max_model_len)
+    on_tokenizer(TokenizerFile(path=_tokenizer_file(card.tokenizer_sha256), sha256=card.tokenizer_sha256))
     time.sleep(float(os.environ.get("SCRIPTED_LOAD_SECONDS", "0")))
     if error := os.environ.get("SCRIPTED_LOAD_ERROR"):
         raise RuntimeError(error)
-    max_model_len = settings.max_model_len or _DEFAULT_MAX_MODEL_LEN
-    card = scripted_card(model=settings.served_model_name or settings.model, max_model_len=max_model_len)
     num_tokens = int(settings.kv_cache_memory or _DEFAULT_KV_BYTES) // BYTES_PER_TOKEN
     block_size = settings.block_size or 16
     runner = ScriptedRunner(num_blocks=num_tokens // block_size, block_size=block_size, max_model_len=max_model_len)
     return LoadedModel(
         runner=runner,
         card=card,
-        tokenizer_path=_tokenizer_file(card.tokenizer_sha256),
         kv_cache_bytes=num_tokens * BYTES_PER_TOKEN,
     )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from stallfree_worker.loaded_model import LoadedModel
+from stallfree_worker.loaded_model import LoadedModel, OnTokenizer
 from stallfree_worker.main import main
 from stallfree_worker.settings import WorkerSettings
 
 
-def tell_settings(settings: WorkerSettings) -> LoadedModel:
+def tell_settings(settings: WorkerSettings, on_tokenizer: OnTokenizer) -> LoadedModel:
+    del on_tokenizer
     raise RuntimeError(settings.model_dump_json())
 
 

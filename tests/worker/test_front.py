@@ -10,11 +10,12 @@ import struct
 import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from stallfree_shared.wire import MAX_DEFINITION_BYTES, ModelCard, RequestId, StructuredOutput, SubmitAccepted, Usage
 from tests.support.scripted import EOS, FAIL_ROW, SLOW, scripted_card, scripted_logprobs
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_until, wait_until_sync
 from tests.support.wire_client import WireClient, WorkerProcess, connect, scripted_worker
 
 A, B, C = 40, 41, 42
@@ -123,6 +124,23 @@ async def test_model_card_and_tokenizer_are_served_with_their_hash(worker: Worke
     etag = tokenizer.headers["etag"]
     assert etag == f'"{card.tokenizer_sha256}"'
     assert worker.get("/wire/tokenizer", headers={"If-None-Match": etag}).status_code == 304
+
+
+def test_the_tokenizer_is_there_before_the_model_is() -> None:
+    with scripted_worker(environment={"SCRIPTED_LOAD_SECONDS": "3600"}, wait=False) as worker:
+        wait_until_sync(lambda: _is_told(worker, "/wire/tokenizer"), what="the tokenizer")
+        assert not _is_told(worker, "/wire/model")
+        content, head = worker.get("/wire/tokenizer").content, httpx.head(f"{worker.url}/wire/tokenizer")
+        sha256 = scripted_card().tokenizer_sha256
+        assert hashlib.sha256(content).hexdigest() == sha256
+        assert (head.headers["etag"], head.content) == (f'"{sha256}"', b"")
+
+
+def _is_told(worker: WorkerProcess, path: str) -> bool:
+    try:
+        return worker.get(path).is_success
+    except httpx.ConnectError:
+        return False
 
 
 async def test_b14_cancel_in_mid_prefill_frees_all_within_two_steps_and_shows_no_token(worker: WorkerProcess) -> None:

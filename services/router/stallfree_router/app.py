@@ -44,7 +44,7 @@ def create_app(settings: RouterSettings, *, drain: Drain, give_up: Callable[[], 
     metrics = RouterMetrics()
     tokenizers = TokenizerRegistry()
     workers = Workers(
-        discovery=UrlDiscovery(settings), settings=settings, metrics=metrics, on_model=tokenizers.add_model
+        discovery=UrlDiscovery(settings), settings=settings, metrics=metrics, add_tokenizer=tokenizers.add
     )
     records = RequestRecords(settings, metrics)
     dispatcher = Dispatcher(

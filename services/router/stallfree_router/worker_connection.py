@@ -63,8 +63,13 @@ FetchTokenizer = Callable[[], Awaitable[bytes]]
 class WorkerListener(Protocol):
     """Who keeps what a worker tells. Two connections to one URL may overlap for a moment, so each names itself."""
 
-    async def on_card(self, connection: WorkerConnection, card: ModelCard, fetch_tokenizer: FetchTokenizer) -> None:
-        """The worker is there and says what it serves; it is used only after this has returned."""
+    async def on_tokenizer(self, sha256: str, fetch: FetchTokenizer) -> None:
+        """A worker has the tokenizer of this hash, and may still be loading its model. Returns when texts can be made
+        with it."""
+        ...
+
+    def on_card(self, connection: WorkerConnection, card: ModelCard) -> None:
+        """The worker is there and says what it serves."""
         ...
 
     def on_status(self, connection: WorkerConnection, status: WorkerStatus) -> None: ...
@@ -276,9 +281,13 @@ class WorkerConnection:
             return response.content
 
         with anyio.fail_after(self._settings.submit_timeout_seconds):
-            card = read_json(await client.get(MODEL_PATH), ModelCard)
+            answer, tokenizer = await client.get(MODEL_PATH), await client.head(TOKENIZER_PATH)
+        if not answer.is_success and tokenizer.is_success and "etag" in tokenizer.headers:
+            # it is still loading, which takes longer than its tokenizer does here
+            await self._listener.on_tokenizer(tokenizer.headers["etag"].strip('"'), fetch_tokenizer)
+        card = read_json(answer, ModelCard)
         try:
-            await self._listener.on_card(self, card, fetch_tokenizer)
+            await self._listener.on_tokenizer(card.tokenizer_sha256, fetch_tokenizer)
         except (StallfreeError, httpx.HTTPError, TimeoutError):
             raise
         except Exception as error:
@@ -286,6 +295,7 @@ class WorkerConnection:
                 self._refused_card = card
                 _logger.exception("model cannot be served", extra={"worker": self.url, "model": card.model})
             raise WorkerLostError(f"the worker's model cannot be served: {error}") from error
+        self._listener.on_card(self, card)
 
     async def _watch_silence(self, life: _Life) -> Never:
         """Measures silence in ticks of this router's own event loop: where that is late itself, as under load, the

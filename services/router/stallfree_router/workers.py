@@ -42,7 +42,7 @@ MAX_RETRY_AFTER_SECONDS = 30.0
 
 _logger = logging.getLogger(__name__)
 
-OnModel = Callable[[ModelCard, FetchTokenizer], Awaitable[None]]
+AddTokenizer = Callable[[str, FetchTokenizer], Awaitable[None]]
 
 
 class Reservation:
@@ -111,13 +111,13 @@ class Workers:
         discovery: Discovery,
         settings: DispatchSettings,
         metrics: RouterMetrics,
-        on_model: OnModel,
+        add_tokenizer: AddTokenizer,
         rng: random.Random | None = None,
     ) -> None:
         self._discovery = discovery
         self._settings = settings
         self._metrics = metrics
-        self._on_model = on_model
+        self._add_tokenizer = add_tokenizer
         self._rng = rng or random.Random()
         self._worker_by_url: dict[str, _Worker] = {}
         self._changed = asyncio.Event()
@@ -184,8 +184,10 @@ class Workers:
             reservation.is_trial = False
             self._set_breaker(worker, worker.breaker.after_success())
 
-    async def on_card(self, connection: WorkerConnection, card: ModelCard, fetch_tokenizer: FetchTokenizer) -> None:
-        await self._on_model(card, fetch_tokenizer)
+    async def on_tokenizer(self, sha256: str, fetch: FetchTokenizer) -> None:
+        await self._add_tokenizer(sha256, fetch)
+
+    def on_card(self, connection: WorkerConnection, card: ModelCard) -> None:
         worker = self._worker_of(connection)
         if worker is not None:
             worker.card = card

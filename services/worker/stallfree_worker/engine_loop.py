@@ -127,7 +127,6 @@ def _ready(loaded: LoadedModel, engine: Engine) -> EngineReady:
         card = card.model_copy(update={"max_model_len": engine.max_model_len})
     return EngineReady(
         card=card,
-        tokenizer_path=loaded.tokenizer_path,
         num_blocks=loaded.runner.num_blocks,
         kv_cache_tokens=engine.kv_cache_tokens,
         kv_cache_bytes=loaded.kv_cache_bytes,
@@ -146,7 +145,7 @@ def _read_commands(pipe: Connection, commands: queue.Queue[Command]) -> None:
 def _serve(setup: EngineSetup, commands: queue.Queue[Command], reports: Connection) -> None:
     settings: WorkerSettings = setup.settings
     started_at = time.monotonic()
-    loaded = setup.load_model(settings)
+    loaded = setup.load_model(settings, reports.send)
     overlaps = settings.overlap == "on" or (settings.overlap == "auto" and loaded.leaves_host_free)
     execution = ThreadExecution(loaded.runner) if overlaps else InlineExecution(loaded.runner)
     # the first steps of a model are slow: not learned from

@@ -1,8 +1,8 @@
 """What the worker's HTTP front and its engine process say to each other over two pipes.
 
-The front sends one `EngineSetup`, then commands. The engine answers with `EngineReady`, then one `EngineReport` per
-step, and at least one every `STATUS_INTERVAL_SECONDS`; or with `EngineFailed` as its last word. Both ends are ours and
-on one machine, so the messages are pickled.
+The front sends one `EngineSetup`, then commands. The engine answers with the `TokenizerFile`, with `EngineReady`, then
+with one `EngineReport` per step, and at least one every `STATUS_INTERVAL_SECONDS`; or with `EngineFailed` as its last
+word. Both ends are ours and on one machine, so the messages are pickled.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from stallfree_shared.wire import ModelCard, RequestId
 from stallfree_worker.engine.step import EngineEvent, EngineStatus, NewRequest, StepRecord, StepReport
-from stallfree_worker.loaded_model import ModelLoader
+from stallfree_worker.loaded_model import ModelLoader, TokenizerFile
 from stallfree_worker.settings import WorkerSettings
 
 
@@ -51,7 +50,6 @@ class EngineReady:
 
     card: ModelCard
     """`max_model_len` as the KV cache can hold it."""
-    tokenizer_path: Path
     num_blocks: int
     kv_cache_tokens: int
     """What all blocks together hold, in requests of the longest kind."""
@@ -96,4 +94,4 @@ class EngineFailed:
     reason: str
 
 
-EngineMessage = EngineReady | EngineReport | EngineFailed
+EngineMessage = TokenizerFile | EngineReady | EngineReport | EngineFailed

@@ -29,7 +29,7 @@ from stallfree_worker.engine_messages import (
     Submit,
 )
 from stallfree_worker.engine_pipe import EnginePipe, start_engine
-from stallfree_worker.loaded_model import ModelLoader
+from stallfree_worker.loaded_model import ModelLoader, TokenizerFile
 from stallfree_worker.settings import WorkerSettings
 
 _logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class EngineProcess:
         self._clock = clock
         self._pipe: EnginePipe | None = None
         self._ready: EngineReady | None = None
+        self._tokenizer: TokenizerFile | None = None
         self._lost = asyncio.Event()
         self._stopping = asyncio.Event()
         self._failure = ""
@@ -82,6 +83,11 @@ class EngineProcess:
     def ready(self) -> EngineReady | None:
         """What the engine that runs now told when it was ready."""
         return self._ready
+
+    @property
+    def tokenizer(self) -> TokenizerFile | None:
+        """The model's, as soon as it is known, and then always."""
+        return self._tokenizer
 
     def submit(self, request: NewRequest) -> None:
         """Hands `request` to the engine, which must be ready. Its events, a refusal too, come in a report.
@@ -174,6 +180,8 @@ class EngineProcess:
         match message:
             case EngineReport():
                 listener.engine_reported(message)
+            case TokenizerFile():
+                self._tokenizer = message
             case EngineReady():
                 self._ready = message
                 self._was_ever_ready = True

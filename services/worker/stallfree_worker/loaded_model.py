@@ -1,4 +1,4 @@
-"""What loading a model gives: a runner for the engine, and what routers must know of the model."""
+"""What loading a model gives: first its tokenizer, then a runner for the engine, and what routers must know of it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,26 @@ from stallfree_worker.settings import WorkerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFile:
+    """A tokenizer.json and its hash."""
+
+    path: Path
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     runner: Runner
     card: ModelCard
     """As the model itself has it; the engine process lowers `max_model_len` to what the KV cache can hold."""
-    tokenizer_path: Path
-    """The tokenizer.json that `card.tokenizer_sha256` is the hash of."""
     kv_cache_bytes: int = 0
     """What the blocks of `runner` take together, in bytes."""
     leaves_host_free: bool = False
     """Whether a core of the host has nothing to do while `runner` computes."""
 
 
-ModelLoader = Callable[[WorkerSettings], LoadedModel]
-"""Runs in the engine's process. A module-level function, so that the process can be spawned with it."""
+OnTokenizer = Callable[[TokenizerFile], None]
+
+ModelLoader = Callable[[WorkerSettings, OnTokenizer], LoadedModel]
+"""Runs in the engine's process, and tells of the tokenizer as soon as it is there: routers can load it while the rest
+takes its time. A module-level function, so that the process can be spawned with it."""

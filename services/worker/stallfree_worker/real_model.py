@@ -3,11 +3,11 @@ calls it, may import torch."""
 
 from __future__ import annotations
 
-from stallfree_worker.loaded_model import LoadedModel
+from stallfree_worker.loaded_model import LoadedModel, OnTokenizer
 from stallfree_worker.settings import WorkerSettings
 
 
-def load_real_model(settings: WorkerSettings) -> LoadedModel:
+def load_real_model(settings: WorkerSettings, on_tokenizer: OnTokenizer) -> LoadedModel:
     from stallfree_worker.model.loader import load_model
 
-    return load_model(settings)
+    return load_model(settings, on_tokenizer)

@@ -20,6 +20,7 @@ from stallfree_shared.wire import RequestId, SamplingParams
 from stallfree_worker.engine.engine import Engine
 from stallfree_worker.engine.step import NewRequest, Runner
 from stallfree_worker.model.loader import load_model
+from stallfree_worker.model.source import model_folder
 from stallfree_worker.settings import WorkerSettings
 
 
@@ -45,8 +46,9 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=512)
     options = parser.parse_args()
     settings = {"model": options.model, "quantization": options.quantization, "dtype": "bfloat16", "device": "cpu"}
-    loaded = load_model(WorkerSettings.model_validate(settings))
-    tokenizer = Tokenizer.from_file(str(loaded.tokenizer_path))
+    worker_settings = WorkerSettings.model_validate(settings)
+    loaded = load_model(worker_settings)
+    tokenizer = Tokenizer.from_file(str(model_folder(worker_settings) / "tokenizer.json"))
     first, *ids = tokenizer.encode(options.text.read_text(encoding="utf-8")).ids
     tokens, length = [first, *ids], options.context
     pieces = [(first, *tokens[start + 1 : start + length]) for start in range(0, len(tokens) - length + 1, length)]

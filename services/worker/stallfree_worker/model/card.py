@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stallfree_shared.wire import ModelCard, SamplingDefaults
+from stallfree_worker.loaded_model import TokenizerFile
 from stallfree_worker.model.checkpoint import read_json
 from stallfree_worker.model.config_reader import JsonObject
 from stallfree_worker.model.errors import ModelLoadError
@@ -20,6 +21,7 @@ class ModelFolder:
     """The small files of a model, read once."""
 
     path: Path
+    tokenizer: TokenizerFile
     config: JsonObject
     generation: JsonObject
     tokenizer_config: JsonObject
@@ -28,7 +30,8 @@ class ModelFolder:
     def read(cls, path: Path) -> ModelFolder:
         """Raises `ModelLoadError` where config.json or tokenizer.json is missing, or a file is no JSON object."""
         config = read_json(path / "config.json")
-        if not (path / "tokenizer.json").is_file():
+        tokenizer_path = path / "tokenizer.json"
+        if not tokenizer_path.is_file():
             raise ModelLoadError(
                 f"{path} has no tokenizer.json; a model with an older tokenizer must be saved once with a fast one"
             )
@@ -36,11 +39,10 @@ class ModelFolder:
             read_json(path / name) if (path / name).exists() else {}
             for name in ("generation_config.json", "tokenizer_config.json")
         )
-        return cls(path=path, config=config, generation=generation, tokenizer_config=tokenizer_config)
-
-    @property
-    def tokenizer_path(self) -> Path:
-        return self.path / "tokenizer.json"
+        tokenizer = TokenizerFile(path=tokenizer_path, sha256=hashlib.sha256(tokenizer_path.read_bytes()).hexdigest())
+        return cls(
+            path=path, tokenizer=tokenizer, config=config, generation=generation, tokenizer_config=tokenizer_config
+        )
 
     def eos_token_ids(self, vocab_size: int) -> frozenset[int]:
         """Every id that one of the files says ends a text, but for those that the model cannot draw."""
@@ -51,14 +53,14 @@ class ModelFolder:
 
     def num_tokenizer_ids(self) -> int:
         """Ids that the tokenizer knows run from 0 to one less than this."""
-        tokenizer = read_json(self.tokenizer_path)
+        tokenizer = read_json(self.tokenizer.path)
         model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
         vocab = model.get("vocab") if isinstance(model, Mapping) else None
         # A Unigram model lists its tokens by id; the others map token to id.
         known = [len(vocab) - 1] if isinstance(vocab, list) else list(vocab.values()) if isinstance(vocab, dict) else []
         known += [token["id"] for token in added] if isinstance(added, list) else []
         if not known:
-            raise ModelLoadError(f"{self.tokenizer_path} has no vocabulary")
+            raise ModelLoadError(f"{self.tokenizer.path} has no vocabulary")
         return max(known) + 1
 
 
@@ -70,7 +72,7 @@ def make_card(
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         eos_token_ids=folder.eos_token_ids(vocab_size),
-        tokenizer_sha256=hashlib.sha256(folder.tokenizer_path.read_bytes()).hexdigest(),
+        tokenizer_sha256=folder.tokenizer.sha256,
         chat_template=_chat_template(folder, chat_template),
         special_tokens=_special_tokens(folder.tokenizer_config),
         sampling_defaults=_sampling_defaults(folder.generation),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from stallfree_worker.loaded_model import LoadedModel
+from stallfree_worker.loaded_model import LoadedModel, OnTokenizer, TokenizerFile
 from stallfree_worker.model.backends import Model, choose_backend
 from stallfree_worker.model.card import ModelFolder, make_card
 from stallfree_worker.model.checkpoint import Checkpoint
@@ -27,11 +27,16 @@ from stallfree_worker.settings import ModelSettings, WorkerSettings
 _logger = logging.getLogger(__name__)
 
 
-def load_model(settings: WorkerSettings) -> LoadedModel:
+def _ignore(_tokenizer: TokenizerFile) -> None:
+    """For callers that wait for the whole model anyway."""
+
+
+def load_model(settings: WorkerSettings, on_tokenizer: OnTokenizer = _ignore) -> LoadedModel:
     """Raises `ModelLoadError` for whatever keeps this model from being served with these settings."""
     torch.set_num_threads(settings.threads or usable_cores())
     path = model_folder(settings)
     folder = ModelFolder.read(path)
+    on_tokenizer(folder.tokenizer)
     config = read_decoder_config(folder.config)
     max_model_len = _max_model_len(config, settings.max_model_len)
     num_tokenizer_ids = folder.num_tokenizer_ids()
@@ -46,7 +51,7 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
     limits = RunnerLimits(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
     cache_shape = KVCacheShape.of(config, block_size=backend.block_size, dtype=dtype)
     vocabulary = GrammarVocabulary.load(
-        folder.tokenizer_path,
+        folder.tokenizer.path,
         num_tokenizer_ids=num_tokenizer_ids,
         num_ids=vocab_size,
         eos_token_ids=eos_token_ids,
@@ -74,7 +79,6 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
             vocab_size=vocab_size,
             chat_template=settings.chat_template,
         ),
-        tokenizer_path=folder.tokenizer_path,
         kv_cache_bytes=runner.num_blocks * cache_shape.block_bytes,
         leaves_host_free=device.type != "cpu" or torch.get_num_threads() < usable_cores(),
     )

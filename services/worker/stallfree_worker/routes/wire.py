@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -44,14 +43,18 @@ def wire_routes(*, engine: EngineProcess, connections: Connections, metrics: Wor
     async def model() -> Response:
         return Response(_ready(engine).card.model_dump_json(), media_type="application/json")
 
-    @router.get(TOKENIZER_PATH)
+    @router.api_route(TOKENIZER_PATH, methods=["GET", "HEAD"])
     async def tokenizer(request: Request) -> Response:
-        ready = _ready(engine)
-        etag = f'"{ready.card.tokenizer_sha256}"'
+        found = engine.tokenizer
+        if found is None:
+            raise UnavailableError(f"this worker has no tokenizer yet: {engine.state}", retry_after_seconds=1)
+        etag = f'"{found.sha256}"'
         headers = {"ETag": etag}
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers=headers)
-        content = await asyncio.to_thread(Path(ready.tokenizer_path).read_bytes)
+        if request.method == "HEAD":
+            return Response(headers=headers)
+        content = await asyncio.to_thread(found.path.read_bytes)
         return Response(content, media_type="application/json", headers=headers)
 
     @router.get(FRAMES_PATH)
