@@ -17,6 +17,11 @@ class Contender(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def configuration(self) -> Configuration | None:
+        """How it is told to batch, where it is ours; None of other servers."""
+        ...
+
     def serving(self) -> AbstractAsyncContextManager[Server]: ...
 
 

@@ -36,6 +36,8 @@ class Peer:
     name: str
     command: str
     start_timeout_seconds: float = 600.0
+    configuration: None = None
+    """It is none of ours."""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Server]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stallfree_loadtest.client import CompletionRequest, CompletionStream, Server
-from stallfree_loadtest.contenders import Contender, OwnCluster
+from stallfree_loadtest.contenders import Contender
 from stallfree_loadtest.fleet import Configuration
 from stallfree_loadtest.live import LiveRequests
 from stallfree_loadtest.measures import Gap, gaps, split_around
@@ -150,7 +150,7 @@ class _StallScenario:
         stamps = [stamp for stream in traces for stamp in stream.stamps]
         return StallRun(
             contender=self._contender.name,
-            configuration=self._contender.configuration if isinstance(self._contender, OwnCluster) else None,
+            configuration=self._contender.configuration,
             round_number=self._round_number,
             before=windows.before,
             during=windows.during,

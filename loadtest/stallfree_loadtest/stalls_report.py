@@ -87,7 +87,7 @@ def run_row(run: StallRun, *, tbt_target_seconds: float) -> dict[str, object]:
     """One run for JSON, with every gap of the streams during the prefill."""
     return {
         "kind": "run",
-        "configuration": run.contender,
+        "contender": run.contender,
         "round": run.round_number,
         "before": summary_row(summarize_gaps(run.before, tbt_target_seconds=tbt_target_seconds)),
         "during": summary_row(summarize_gaps(run.during, tbt_target_seconds=tbt_target_seconds)),

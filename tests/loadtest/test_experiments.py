@@ -88,7 +88,7 @@ async def test_the_experiments_measure_a_real_model(tmp_path: Path) -> None:
     assert (status, errors) == (0, "")
     rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     names = ["faster_transformer", "sarathi:64", "sarathi:auto@0.5"]
-    assert [row["configuration"] for row in rows] == names * 2
+    assert [row["contender"] for row in rows] == names * 2
     assert [row["streams_ended"] for row in rows] == [8, 0, 0] * 2
     assert all(name in (tmp_path / "table").read_text() for name in names)
     assert set(names) <= set(texts_of((tmp_path / "picture").read_text()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,8 +71,7 @@ def test_short_tables_are_padded_with_the_null_block() -> None:
 
 
 def test_a_group_with_a_window_has_lengths_and_slots_of_its_own() -> None:
-    chunk = dataclasses.replace(
-        make_chunk("p", (1, 2, 3), num_computed=10, blocks=()),
+    chunk = make_chunk("p", (1, 2, 3), num_computed=10, blocks=())._replace(
         block_tables=(BlockTable(blocks=(7, 3, 9, 1)), BlockTable(blocks=(5, 6), num_forgotten=2)),
     )
     inputs = make_batch_inputs(make_plan(chunk), make_cache(None, 3), device=torch.device("cpu"))
@@ -87,7 +85,7 @@ def test_a_group_with_a_window_has_lengths_and_slots_of_its_own() -> None:
 
 
 def test_shared_tokens_are_written_to_the_waste_block_only() -> None:
-    chunk = dataclasses.replace(make_chunk("p", (1,), num_computed=7, blocks=(2, 3)), num_shared_tokens=8)
+    chunk = make_chunk("p", (1,), num_computed=7, blocks=(2, 3))._replace(num_shared_tokens=8)
     inputs = make_batch_inputs(make_plan(chunk), make_cache(), device=torch.device("cpu"))
     assert inputs.slot_mapping.tolist() == [[400]]
     assert inputs.fresh_blocks is None

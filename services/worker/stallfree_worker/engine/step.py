@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from stallfree_shared.errors import ErrorInfo
 from stallfree_shared.wire import FinishReason, RequestId, SamplingParams, TokenLogprobs
@@ -73,9 +73,12 @@ class BlockTable:
         object.__setattr__(self, "packed", array("i", self.blocks).tobytes())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """The slice of one request's tokens that is computed in one step. A decode is a chunk of one token."""
+class Chunk(NamedTuple):
+    """The slice of one request's tokens that is computed in one step. A decode is a chunk of one token.
+
+    A tuple, as all that a step makes for every one of its requests: it takes a quarter of the time that a frozen
+    dataclass takes.
+    """
 
     request_id: RequestId
     token_ids: tuple[int, ...]

@@ -23,7 +23,7 @@ import bisect
 import math
 import operator
 from collections import deque
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from stallfree_shared.worker_status import StepTimeCoefficients
 
@@ -57,8 +57,7 @@ _PRIOR_BASE_SECONDS = 0.02
 _PRIOR_SECONDS_PER_TOKEN = 0.0002
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepShape:
+class StepShape(NamedTuple):
     """What drives the time of a step, known before it runs."""
 
     windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
@@ -78,7 +77,7 @@ class StepShape:
 
     def with_decode(self, context_tokens: int) -> StepShape:
         """With one more decode, whose context is `context_tokens` long."""
-        return StepShape(  # not `dataclasses.replace`, which takes twice as long: this is done for every token
+        return StepShape(  # not `_replace`, which takes longer: this is done for every token
             windows=self.windows,
             num_tokens=self.num_tokens + 1,
             num_prefill_tokens=self.num_prefill_tokens,
@@ -90,8 +89,7 @@ class StepShape:
 
     def with_chunk(self, num_tokens: int, context_tokens: int, *, is_last: bool) -> StepShape:
         """With one more prefill chunk after `context_tokens` computed ones; the last one draws a token."""
-        return replace(
-            self,
+        return self._replace(
             num_tokens=self.num_tokens + num_tokens,
             num_prefill_tokens=self.num_prefill_tokens + num_tokens,
             num_rows=self.num_rows + is_last,
@@ -101,7 +99,7 @@ class StepShape:
 
     def with_rows(self, num_rows: int) -> StepShape:
         """With more rows for the output layer to compute."""
-        return replace(self, num_rows=self.num_rows + num_rows)
+        return self._replace(num_rows=self.num_rows + num_rows)
 
     def _pairs(self, num_tokens: int, context_tokens: int) -> float:
         """Pairs of query and key of `num_tokens` queries behind a context, the mean over all layers."""
@@ -121,7 +119,9 @@ class StepTimeModel:
 
     def __init__(self, empty_step: StepShape | None = None) -> None:
         """`empty_step` tells the windows of the model, for the summary."""
-        self._empty_step = empty_step or StepShape()
+        empty_step = empty_step or StepShape()
+        self._one_decode = empty_step.with_decode(0)
+        self._one_prompt = empty_step.with_chunk(_LINE_TOKENS, 0, is_last=True)
         self._window: dict[int, deque[tuple[_Features, float]]] = {}
         self._moments = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]  # Σ w x xᵀ
         self._targets = [0.0] * _NUM_FEATURES  # Σ w x y
@@ -139,8 +139,7 @@ class StepTimeModel:
     @property
     def summary(self) -> StepTimeCoefficients:
         """A line through the predictions of one decode and of a prompt of 512 tokens: what routers reckon with."""
-        one = self.predict(self._empty_step.with_decode(0))
-        many = self.predict(self._empty_step.with_chunk(_LINE_TOKENS, 0, is_last=True))
+        one, many = self.predict(self._one_decode), self.predict(self._one_prompt)
         slope = max((many - one) / (_LINE_TOKENS - 1), 1e-9)
         return StepTimeCoefficients(base_seconds=max(0.0, one - slope), seconds_per_token=slope)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stallfree_shared.wire import RequestId
 from stallfree_worker.engine.block_manager import BlockManager
@@ -34,8 +35,7 @@ class BatchLimits:
     """Most tokens of one request, prompt and output together."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _Part(NamedTuple):
     """What one request has in the step."""
 
     request: Request

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagedTables:
+class PagedTables(NamedTuple):
     """Where one KV group has the tokens of the sequences. What lies behind a group's window may be left out, so the
     same sequence can be shorter in one group than in another; only distances between tokens matter."""
 
