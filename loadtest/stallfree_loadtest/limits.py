@@ -23,6 +23,7 @@ class Limits:
     bytes_per_second: float
     operations_per_second: float
     layer_weights: int
+    last_layer_weights: int
     head_weights: int
     query_size: int
     kv_size: int
@@ -30,14 +31,16 @@ class Limits:
 
     def prefill_tokens_per_second(self, num_tokens: int) -> float:
         """Of one prompt, in one step, to its first token."""
-        pairs = sum(_pairs(num_tokens, window) for window in self.windows)
-        operations = 2 * self.layer_weights * num_tokens + 2 * self.head_weights + 4 * self.query_size * pairs
+        *windows, last_window = self.windows
+        pairs = sum(_pairs(num_tokens, window) for window in windows) + _seen(num_tokens, last_window)
+        products = (self.layer_weights - self.last_layer_weights) * num_tokens + self.last_layer_weights
+        operations = 2 * (products + self.head_weights) + 4 * self.query_size * pairs
         num_bytes = _BYTES_PER_NUMBER * (self.layer_weights + self.head_weights)
         return num_tokens / self._seconds(num_bytes, operations)
 
     def decode_tokens_per_second(self, num_streams: int, context_tokens: int) -> float:
         """Of streams that all have a context of this length."""
-        seen = sum(context_tokens if window is None else min(window, context_tokens) for window in self.windows)
+        seen = sum(_seen(context_tokens, window) for window in self.windows)
         weights = self.layer_weights + self.head_weights
         operations = num_streams * (2 * weights + 4 * self.query_size * seen)
         num_bytes = _BYTES_PER_NUMBER * (weights + num_streams * 2 * self.kv_size * seen)
@@ -45,6 +48,11 @@ class Limits:
 
     def _seconds(self, num_bytes: float, operations: float) -> float:
         return max(num_bytes / self.bytes_per_second, operations / self.operations_per_second)
+
+
+def _seen(context_tokens: int, window: int | None) -> int:
+    """Tokens that one query sees."""
+    return context_tokens if window is None else min(window, context_tokens)
 
 
 def _pairs(num_tokens: int, window: int | None) -> float:

@@ -133,6 +133,7 @@ async def test_limits_are_measured_before_every_round() -> None:
         bytes_per_second=1e9,
         operations_per_second=1e10,
         layer_weights=1000,
+        last_layer_weights=600,
         head_weights=500,
         query_size=64,
         kv_size=32,
@@ -145,8 +146,8 @@ async def test_limits_are_measured_before_every_round() -> None:
     runs = await run_bench([peer_double()], LOAD, rounds=1, on_run=lambda _: None, find_limits=find)
     own = {run.measure: run.tokens_per_second for run in runs if run.contender == LIMIT}
     assert list(own) == list(LOAD.measures)
-    # 300 tokens: 2 * 1000 * 300 + 2 * 500 + 4 * 64 * (300 * 301 / 2 + 16 * 17 / 2 + 284 * 16) operations
-    assert own["prefill 300"] == pytest.approx(300 / (13356864 / 1e10), rel=1e-3)
+    # 300 tokens: 2 * (400 * 300 + 600 + 500) + 4 * 64 * (300 * 301 / 2 + 16) operations
+    assert own["prefill 300"] == pytest.approx(300 / (11804696 / 1e10), rel=1e-3)
     # a context of 30: 2 * (1500 + 4 * 2 * 32 * (30 + 16)) bytes
     assert own["decode x 4"] == pytest.approx(4 / (26552 / 1e9), rel=1e-3)
 

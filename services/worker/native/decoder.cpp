@@ -4,7 +4,9 @@
 //
 // All threads walk through the pass together, a stage after the other: products with a matrix, some rows, or attention.
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "attention.h"
@@ -74,9 +76,11 @@ struct StallfreeBatch {
   const std::int64_t* positions;     // [num_tokens]
   const std::int32_t* cu_seqlens_q;  // [num_sequences + 1]
   const std::int32_t* num_shared;    // [num_sequences]: so many of the text stand in the cache and are not written again
+  const std::int64_t* wanted_rows;   // [num_wanted], rising: the rows whose output anybody wants
   const Tables* tables;              // [num_groups]
   std::int32_t num_tokens;
   std::int32_t num_sequences;
+  std::int32_t num_wanted;
 };
 
 }  // extern "C"
@@ -111,7 +115,7 @@ void norm_row_to(T* to, const float* x, const float* weight, int size, float eps
 template <class T>
 class ForwardPass {
  public:
-  // `hidden`, [num_tokens, hidden_size], is the result and the residual stream on the way there.
+  // `hidden`, [num_tokens, hidden_size], is the residual stream, and in the rows that are wanted the result.
   ForwardPass(const StallfreeDecoder& decoder, const StallfreeBatch& batch, float* hidden, char* scratch, int num_threads)
       : decoder_(decoder),
         batch_(batch),
@@ -136,7 +140,13 @@ class ForwardPass {
     for (int sequence = 0; sequence < batch.num_sequences; ++sequence) {
       sequence_of_row_.insert(sequence_of_row_.end(), num_queries_of(sequence), sequence);
     }
-    plan_attention();
+    const auto all = [&](int sequence) { return Range{0, num_queries_of(sequence)}; };
+    const auto wanted = [&](int sequence) { return wanted_queries(sequence); };
+    all_rows_ = {nullptr, batch.num_tokens, plan_attention(all)};
+    wanted_rows_ = all_rows_;
+    if (batch.num_wanted < batch.num_tokens) {
+      wanted_rows_ = {batch.wanted_rows, batch.num_wanted, plan_attention(wanted)};
+    }
   }
 
   // Bytes of scratch memory that a pass over these many tokens needs.
@@ -155,15 +165,25 @@ class ForwardPass {
     member.share_small(batch_.num_tokens, [&](int row) {
       find_angles(row);
       embed(row);
-      norm(row, decoder_.layers[0].input_norm);
+      norm(row, row, decoder_.layers[0].input_norm);
     });
     for (int number = 0; number < decoder_.num_layers; ++number) {
       const bool is_last = number + 1 == decoder_.num_layers;
-      run_layer(member, decoder_.layers[number], is_last ? nullptr : decoder_.layers[number + 1].input_norm);
+      run_layer(member, decoder_.layers[number], is_last ? wanted_rows_ : all_rows_,
+                is_last ? nullptr : decoder_.layers[number + 1].input_norm);
     }
   }
 
  private:
+  // What of the batch a layer is computed for, and its attention.
+  struct Rows {
+    const std::int64_t* rows;  // [count], or null: all of the batch
+    int count;
+    std::vector<AttentionTask> tasks;
+
+    std::int64_t row(int place) const { return rows == nullptr ? place : rows[place]; }
+  };
+
   template <class Item>
   static Item* take(char*& scratch, std::int64_t count) {
     scratch = reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(scratch) + 63) & ~std::uintptr_t{63});
@@ -177,18 +197,30 @@ class ForwardPass {
     return integer_row_bytes(most / 4);
   }
 
-  void plan_attention() {
+  // For some queries of each sequence.
+  template <class QueriesOf>
+  std::vector<AttentionTask> plan_attention(QueriesOf&& queries_of) const {
+    std::vector<AttentionTask> tasks;
     const int most_queries = std::max(1, kTileRows / (decoder_.num_heads / decoder_.num_kv_heads));
     // chunks, which come last, and of each its last queries take longest
     for (int sequence = batch_.num_sequences - 1; sequence >= 0; --sequence) {
-      const int num_queries = num_queries_of(sequence);
-      const int last = (num_queries - 1) / most_queries * most_queries;
-      for (int first = last; first >= 0; first -= most_queries) {
+      const Range queries = queries_of(sequence);
+      for (int end = queries.end; end > queries.begin; end -= most_queries) {
         for (int head = 0; head < decoder_.num_kv_heads; ++head) {
-          tasks_.push_back({sequence, head, first, std::min(num_queries, first + most_queries)});
+          tasks.push_back({sequence, head, std::max(queries.begin, end - most_queries), end});
         }
       }
     }
+    return tasks;
+  }
+
+  // From the first that is wanted to the last.
+  Range wanted_queries(int sequence) const {
+    const std::int64_t begin = batch_.cu_seqlens_q[sequence], end = batch_.cu_seqlens_q[sequence + 1];
+    const std::int64_t* all = batch_.wanted_rows;
+    const std::int64_t* first = std::lower_bound(all, all + batch_.num_wanted, begin);
+    const std::int64_t* behind = std::lower_bound(first, all + batch_.num_wanted, end);
+    return first == behind ? Range{0, 0} : Range{static_cast<int>(*first - begin), static_cast<int>(behind[-1] + 1 - begin)};
   }
 
   int num_queries_of(int sequence) const {
@@ -209,7 +241,7 @@ class ForwardPass {
     }
   }
 
-  float* hidden_row(int row) const { return hidden_ + std::int64_t{row} * decoder_.hidden_size; }
+  float* hidden_row(std::int64_t row) const { return hidden_ + row * decoder_.hidden_size; }
 
   void embed(int row) {
     const int size = decoder_.hidden_size;
@@ -221,15 +253,15 @@ class ForwardPass {
   }
 
   // A row of the residual stream, for the next product.
-  void norm(int row, const float* weight) {
+  void norm(int place, std::int64_t row, const float* weight) {
     const int size = decoder_.hidden_size;
-    norm_row_to(normed_ + std::int64_t{row} * size, hidden_row(row), weight, size, decoder_.norm_eps);
+    norm_row_to(normed_ + std::int64_t{place} * size, hidden_row(row), weight, size, decoder_.norm_eps);
   }
 
   // Adds what a block of the layer gave to a row of the residual stream.
-  void add_update(int row, const float* post_norm) {
+  void add_update(int place, std::int64_t row, const float* post_norm) {
     const int size = decoder_.hidden_size;
-    const float* update = update_ + std::int64_t{row} * size;
+    const float* update = update_ + std::int64_t{place} * size;
     const auto add = [hidden = hidden_row(row)](int i, __m512 values) {
       _mm512_storeu_ps(hidden + i, _mm512_add_ps(_mm512_loadu_ps(hidden + i), values));
     };
@@ -242,31 +274,45 @@ class ForwardPass {
     }
   }
 
-  // Eight, and one more for each matrix of integers.
-  static constexpr int kMostLayerStages = 12;
+  // Eight, one more for each matrix of integers, and one where rows are brought together.
+  static constexpr int kMostLayerStages = 13;
 
-  void run_layer(Member& member, const StallfreeLayer& layer, const float* next_norm) {
-    project(member, normed_, layer.qkv, projected_);
+  // Keys and values of all rows, and what follows from them for `rows`, whose intermediate results lie side by side.
+  void run_layer(Member& member, const StallfreeLayer& layer, const Rows& rows, const float* next_norm) {
+    project(member, normed_, batch_.num_tokens, layer.qkv, projected_);
     member.share_small(batch_.num_tokens, [&](int row) { place_heads(row, layer); });
-    attend(member, layer);
-    project(member, attended_, layer.output, update_);
-    member.share_small(batch_.num_tokens, [&](int row) {
-      add_update(row, layer.attention_post_norm);
-      norm(row, layer.mlp_norm);
+    if (rows.count == 0) {
+      return;
+    }
+    attend(member, layer, rows.tasks);
+    if (rows.rows != nullptr) {
+      member.share(1, [&](int) { bring_together(rows); });
+    }
+    project(member, attended_, rows.count, layer.output, update_);
+    member.share_small(rows.count, [&](int place) {
+      add_update(place, rows.row(place), layer.attention_post_norm);
+      norm(place, rows.row(place), layer.mlp_norm);
     });
-    activate(member, layer.gate_up);
-    project(member, active_, layer.down, update_);
-    member.share_small(batch_.num_tokens, [&](int row) {
-      add_update(row, layer.mlp_post_norm);
+    activate(member, rows.count, layer.gate_up);
+    project(member, active_, rows.count, layer.down, update_);
+    member.share_small(rows.count, [&](int place) {
+      add_update(place, rows.row(place), layer.mlp_post_norm);
       if (next_norm != nullptr) {
-        norm(row, next_norm);
+        norm(place, rows.row(place), next_norm);
       }
     });
   }
 
-  void project(Member& member, const T* x, const StallfreeMatrix& weights, float* out) {
+  // Rows rise, so none is written over before it is read.
+  void bring_together(const Rows& rows) {
+    for (int place = 0; place < rows.count; ++place) {
+      std::memmove(attended_ + std::int64_t{place} * num_q_, attended_ + rows.row(place) * num_q_, num_q_ * sizeof(T));
+    }
+  }
+
+  void project(Member& member, const T* x, int num_rows, const StallfreeMatrix& weights, float* out) {
     const Matrix matrix = matrix_of(weights);
-    multiply<T>(member, x, batch_.num_tokens, matrix, 1, integers_,
+    multiply<T>(member, x, num_rows, matrix, 1, integers_,
                 [&](int row, int rows, int tile, int num_tiles, const float* sums) {
                   store_sums(matrix, row, rows, tile, num_tiles, sums, out);
                 });
@@ -329,20 +375,20 @@ class ForwardPass {
     return cache + block * shape_.block_bytes + head * shape_.head_bytes;
   }
 
-  void attend(Member& member, const StallfreeLayer& layer) {
+  void attend(Member& member, const StallfreeLayer& layer, const std::vector<AttentionTask>& tasks) {
     const AttentionRule rule{decoder_.attention_scale, decoder_.attention_softcap, layer.window};
     const Attention<T> attention(shape_, {layer.keys, layer.values}, batch_.tables[layer.group], rule,
                                  decoder_.num_heads);
-    member.share_one_by_one(static_cast<int>(tasks_.size()), [&](int number) {
-      const AttentionTask& task = tasks_[number];
+    member.share_one_by_one(static_cast<int>(tasks.size()), [&](int number) {
+      const AttentionTask& task = tasks[number];
       attention.compute(task, queries_, attended_, batch_.cu_seqlens_q[task.sequence], num_queries_of(task.sequence),
                         attention_scratch_[member.index]);
     });
   }
 
-  void activate(Member& member, const StallfreeMatrix& weights) {
+  void activate(Member& member, int num_rows, const StallfreeMatrix& weights) {
     const Matrix matrix = matrix_of(weights);
-    multiply<T>(member, normed_, batch_.num_tokens, matrix, 2, integers_,
+    multiply<T>(member, normed_, num_rows, matrix, 2, integers_,
                 [&](int row, int rows, int tile, int num_tiles, const float* sums) {
                   for (int r = 0; r < rows; ++r) {
                     T* to = active_ + std::int64_t{row + r} * decoder_.intermediate_size;
@@ -389,7 +435,8 @@ class ForwardPass {
   char* integers_;
   AttentionScratch<T>* attention_scratch_;
   std::vector<int> sequence_of_row_;
-  std::vector<AttentionTask> tasks_;
+  Rows all_rows_;
+  Rows wanted_rows_;
 };
 
 template <class T>
@@ -444,7 +491,7 @@ void head(const StallfreeDecoder& decoder, const float* hidden, const std::int64
 extern "C" {
 
 // One more whenever what is called here, the structures, or how Python lays out weights is no longer the same.
-int stallfree_interface() { return 2; }
+int stallfree_interface() { return 3; }
 
 // Of the structures, in the order in which Python names them: it must mean the same.
 int stallfree_struct_bytes(int number) {

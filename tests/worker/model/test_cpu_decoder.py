@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from stallfree_worker.model.decoder import TorchDecoder
 from stallfree_worker.model.errors import ModelLoadError
 from stallfree_worker.model.loader import load_model
 from stallfree_worker.model.runner import ModelRunner
-from tests.support.tiny_models import FAMILIES, build_tiny_model
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, build_tiny_model
 from tests.worker.model.conftest import tiny_settings
+from tests.worker.model.engine_driver import EngineDriver
 from tests.worker.model.kernels import needs_kernels
 from tests.worker.model.texts import STEPS, Texts
 
@@ -108,6 +110,35 @@ def test_a_row_is_the_same_to_the_bit_however_its_prompt_was_cut(
             texts.step({"a": count})
         last.append(torch.cat([texts.step({"a": 1}), texts.step({"a": 1})]))
     assert all(torch.equal(one, last[0]) for one in last)
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_row_is_the_same_to_the_bit_whatever_other_rows_are_wanted(
+    tiny_folder: Callable[[str], Path], family: str, formats: dict[str, str]
+) -> None:
+    """Those of a step that has chunks of 1, 1, 70 and 130 tokens, in that order; and of the step after it, which reads
+    keys and values of all rows."""
+    runner = load(tiny_folder(family), "cpu", threads=2, **formats)
+    before, step, after = {"a": 9, "b": 300}, {"c": 70, "a": 1, "d": 130, "b": 1}, dict.fromkeys("abcd", 1)
+    whole = Texts(runner)
+    whole.step(before)
+    expected, expected_after = whole.step(step), whole.step(after)
+    for rows in ([0], [201], [0, 1, 71, 201], [2, 3, 40], [5, 71, 72, 150], list(range(202))):
+        texts = Texts(runner)
+        texts.step(before, rows=[308])
+        assert torch.equal(texts.step(step, rows=rows), expected[rows])
+        assert torch.equal(texts.step(after), expected_after)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_step_whose_rows_nobody_wants_writes_its_keys_and_values(
+    tiny_folder: Callable[[str], Path], family: str
+) -> None:
+    runner = load(tiny_folder(family), "cpu", threads=2)
+    prompt = tuple(random.Random(5).choices(range(VOCAB_SIZE), k=150))
+    outputs = [EngineDriver(runner, token_budget=budget).generate([prompt], num_tokens=8) for budget in (512, 32)]
+    assert outputs[0] == outputs[1]
 
 
 def test_a_model_of_odd_sizes_is_left_to_plain_torch(tmp_path: Path) -> None:

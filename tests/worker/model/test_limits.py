@@ -32,6 +32,11 @@ def test_a_models_work_is_that_of_its_weights(
     model = AutoModelForCausalLM.from_pretrained(tiny_folder("gemma3"), dtype=torch.float32)
     matrices = [weight.numel() for name, weight in model.named_parameters() if name.endswith("_proj.weight")]
     assert found["layer_weights"] == sum(matrices)
+    last = {name: weight.numel() for name, weight in model.named_parameters() if ".layers.3." in name}
+    for_rows = [
+        last[name] for name in last if name.endswith("_proj.weight") and "k_proj" not in name and "v_proj" not in name
+    ]
+    assert found["last_layer_weights"] == sum(for_rows)
     assert found["windows"] == [SLIDING_WINDOW, SLIDING_WINDOW, None, SLIDING_WINDOW]
     assert (found["query_size"], found["kv_size"]) == (4 * 32, 32)
     assert found["head_weights"] == model.config.vocab_size * model.config.hidden_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,9 @@ class Texts:
     lengths: dict[str, int] = field(default_factory=dict)
     blocks: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
-    def step(self, chunks: dict[str, int]) -> Tensor:
-        """Computes so many more tokens of each text, and gives the logits behind all of them."""
+    def step(self, chunks: dict[str, int], *, rows: Sequence[int] | None = None) -> Tensor:
+        """Computes so many more tokens of each text, and gives the logits behind all of them, or of those `rows` (one
+        at least) that alone are wanted then."""
         cache = self.runner._cache
         plan = StepPlan(
             step_id=0,
@@ -41,8 +43,9 @@ class Texts:
         with torch.inference_mode():
             device = self.runner._decoder.device
             inputs = make_batch_inputs(plan, cache, device=device)
-            hidden = self.runner._decoder.forward(inputs, cache)
-            return self.runner._decoder.logits(hidden, torch.arange(len(hidden), device=device)).values.clone()
+            wanted = torch.tensor(range(len(inputs.token_ids)) if rows is None else rows, device=device)
+            hidden = self.runner._decoder.forward(dataclasses.replace(inputs, wanted_rows=wanted), cache)
+            return self.runner._decoder.logits(hidden, wanted).values.clone()
 
     def _chunk(self, name: str, count: int, cache: KVCache) -> Chunk:
         start = self.lengths.get(name, 0)

@@ -39,6 +39,7 @@ class BatchInputs:
     sequences: PagedSequences
     num_shared: Tensor  # int32 [num_sequences]: tokens of the text that stand in the cache and are not written again
     fresh_blocks: Tensor | None  # int64: blocks that this step begins and does not fill
+    wanted_rows: Tensor  # int64, rising: rows that logits are made of
     logit_rows: Tensor  # int64 [num_sampled]: rows whose next token is drawn
     sampled: tuple[Chunk, ...]
     """The chunks of `logit_rows`, in that order."""
@@ -63,7 +64,9 @@ def make_batch_inputs(plan: StepPlan, cache: KVCache, *, device: torch.device) -
     kinds = _kinds(chunks, ends, cache)
     fresh = [block for kind in kinds for block in kind.fresh_blocks(lengths)]
     targets = list(map(prompt_targets, chunks))
-    token_ids, positions, logit_rows, scored_rows, fresh_blocks = _on_device(
+    logit_rows = [end - 1 for chunk, end in zip(chunks, row_ends, strict=True) if _draws(chunk)]
+    scored_rows = _scored_rows(targets, row_ends, lengths)
+    numbers = _on_device(
         np.int64,
         (
             list(itertools.chain.from_iterable([chunk.token_ids for chunk in chunks])),
@@ -72,8 +75,9 @@ def make_batch_inputs(plan: StepPlan, cache: KVCache, *, device: torch.device) -
                     [range(chunk.num_computed_tokens, end) for chunk, end in zip(chunks, ends, strict=True)]
                 )
             ),
-            [end - 1 for chunk, end in zip(chunks, row_ends, strict=True) if _draws(chunk)],
-            _scored_rows(targets, row_ends, lengths),
+            sorted({*logit_rows, *scored_rows}) if scored_rows else logit_rows,
+            logit_rows,
+            scored_rows,
             fresh,
         ),
         device,
@@ -87,8 +91,8 @@ def make_batch_inputs(plan: StepPlan, cache: KVCache, *, device: torch.device) -
         for group, table in kind.on(device, seqlens_k, starts)
     }
     return BatchInputs(
-        token_ids=token_ids,
-        positions=positions,
+        token_ids=numbers[0],
+        positions=numbers[1],
         sequences=PagedSequences(
             cu_seqlens_q=row_starts,
             block_size=cache.block_size,
@@ -96,10 +100,11 @@ def make_batch_inputs(plan: StepPlan, cache: KVCache, *, device: torch.device) -
             tables=tuple([tables[group] for group in range(len(tables))]),
         ),
         num_shared=num_shared,
-        fresh_blocks=fresh_blocks if fresh else None,
-        logit_rows=logit_rows,
+        fresh_blocks=numbers[5] if fresh else None,
+        wanted_rows=numbers[2],
+        logit_rows=numbers[3],
         sampled=tuple(filter(_draws, chunks)),
-        scored_rows=scored_rows if len(scored_rows) else None,
+        scored_rows=numbers[4] if scored_rows else None,
         scored=tuple([chunk for chunk, asked in zip(chunks, targets, strict=True) if asked]),
         find_slots=lambda: to_device(_slots(chunks, lengths, kinds, cache), device),
     )

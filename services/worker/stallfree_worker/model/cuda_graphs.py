@@ -190,6 +190,7 @@ class _Buffers:
             ),
             num_shared=ints(size.num_sequences),
             fresh_blocks=None,
+            wanted_rows=torch.arange(size.num_tokens, device=device),
             logit_rows=ints(0, dtype=torch.int64),
             sampled=(),
             scored_rows=None,

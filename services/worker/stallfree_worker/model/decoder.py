@@ -35,7 +35,8 @@ class Decoder(Protocol):
         ...
 
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
-        """Writes the step's keys and values to the cache → the last layer's output, [num_tokens, hidden_size]."""
+        """Writes the step's keys and values to the cache → the last layer's output, [num_tokens, hidden_size], of which
+        only the `wanted_rows` need be right."""
         ...
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Logits:

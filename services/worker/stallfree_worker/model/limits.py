@@ -60,7 +60,10 @@ class Work:
     """What a model's steps cannot do without."""
 
     layer_weights: int
-    """That every token is multiplied with."""
+    """Of all layers: what every token is multiplied with, but for the next."""
+    last_layer_weights: int
+    """Those of them that only rows of logits are multiplied with: in the last layer, others have their keys and values
+    made and nothing else."""
     head_weights: int
     """That every row of logits is made with."""
     query_size: int
@@ -80,6 +83,7 @@ def work_of(config: DecoderConfig, *, num_head_rows: int) -> Work:
     per_layer = config.hidden_size * (heads + 3 * config.intermediate_size)
     return Work(
         layer_weights=len(config.layers) * per_layer,
+        last_layer_weights=per_layer - config.hidden_size * 2 * config.num_kv_heads * config.head_dim,
         head_weights=num_head_rows * config.hidden_size,
         query_size=config.num_heads * config.head_dim,
         kv_size=config.num_kv_heads * config.head_dim,

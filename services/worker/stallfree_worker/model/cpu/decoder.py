@@ -82,7 +82,7 @@ class CpuDecoder:
         self._cache = cache
 
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
-        """See `Decoder`; the output is float32."""
+        """See `Decoder`; the output is float32. What only other rows would need is not computed."""
         if cache is not self._cache:
             raise ValueError("this cache is not the one that was prepared last")
         if inputs.fresh_blocks is not None:
@@ -102,9 +102,11 @@ class CpuDecoder:
             positions=_address(inputs.positions),
             cu_seqlens_q=_address(inputs.sequences.cu_seqlens_q),
             num_shared=_address(inputs.num_shared),
+            wanted_rows=_address(inputs.wanted_rows),
             tables=(library.Tables * len(tables))(*tables),
             num_tokens=num_tokens,
             num_sequences=len(inputs.sequences.query_lengths),
+            num_wanted=len(inputs.wanted_rows),
         )
         hidden = torch.empty(num_tokens, self._hidden_size)
         self._library.stallfree_forward(

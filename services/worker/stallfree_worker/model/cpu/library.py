@@ -16,7 +16,7 @@ import torch
 from stallfree_worker.model.errors import ModelLoadError
 
 LIBRARY_PATH = Path(__file__).with_name("_kernels.so")
-_INTERFACE = 2
+_INTERFACE = 3
 """Of `stallfree_interface` in `native/decoder.cpp`: raised there and here together."""
 
 
@@ -91,9 +91,11 @@ class Batch(ctypes.Structure):
         ("positions", c_void_p),
         ("cu_seqlens_q", c_void_p),
         ("num_shared", c_void_p),
+        ("wanted_rows", c_void_p),
         ("tables", POINTER(Tables)),
         ("num_tokens", c_int32),
         ("num_sequences", c_int32),
+        ("num_wanted", c_int32),
     )
 
 
