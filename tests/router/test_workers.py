@@ -319,7 +319,10 @@ async def test_of_cards_that_differ_the_one_for_the_longest_prompts_is_told() ->
             assert len(tokens) == 5
 
 
-async def test_c29_what_is_wrong_with_a_worker_for_long_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_loading_first", [False, True])
+async def test_c29_what_is_wrong_with_a_worker_for_long_is_told_once(
+    caplog: pytest.LogCaptureFixture, is_loading_first: bool
+) -> None:
     num_refusals = 0
 
     async def refuse(sha256: str, fetch: FetchTokenizer) -> None:
@@ -328,6 +331,8 @@ async def test_c29_what_is_wrong_with_a_worker_for_long_is_told_once(caplog: pyt
         raise ValueError("no tokenizer of ours")
 
     worker = FakeWorker()
+    loading = [error_response(UnavailableError("it is loading", retry_after_seconds=1)) for _ in range(3)]
+    worker.answer_model = lambda: loading.pop() if is_loading_first and loading else None
     async with worker.serving() as url:
         workers = Workers(
             discovery=ListDiscovery([url, "http://no host:x"]),

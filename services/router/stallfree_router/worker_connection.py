@@ -105,8 +105,8 @@ class WorkerConnection:
         self._listener = listener
         self._life: _Life | None = None
         self._is_leaving = False
-        self._refused_card: ModelCard | None = None
-        """The last one that could not be served."""
+        self._refused_tokenizer_sha256 = ""
+        """Of the last one that could not be used."""
 
     @property
     def num_attempts(self) -> int:
@@ -274,28 +274,44 @@ class WorkerConnection:
         raise WorkerLostError("the worker closed its frames")
 
     async def _introduce(self, client: httpx.AsyncClient) -> None:
-        async def fetch_tokenizer() -> bytes:
+        with anyio.fail_after(self._settings.submit_timeout_seconds):
+            answer = await client.get(MODEL_PATH)
+        if not answer.is_success:
+            await self._take_tokenizer_early(client)
+        card = read_json(answer, ModelCard)
+        await self._take_tokenizer(client, card.tokenizer_sha256)
+        self._listener.on_card(self, card)
+
+    async def _take_tokenizer_early(self, client: httpx.AsyncClient) -> None:
+        """While the model is loading, which takes longer. What fails now is tried again, and told, when it is there."""
+        with contextlib.suppress(StallfreeError, httpx.HTTPError, TimeoutError):
+            with anyio.fail_after(self._settings.submit_timeout_seconds):
+                head = await client.head(TOKENIZER_PATH)
+            sha256 = head.headers.get("etag", "").strip('"')
+            if head.is_success and sha256 and sha256 != self._refused_tokenizer_sha256:
+                await self._take_tokenizer(client, sha256)
+
+    async def _take_tokenizer(self, client: httpx.AsyncClient, sha256: str) -> None:
+        """Raises:
+        WorkerLostError: no text can be made with it.
+        """
+
+        async def fetch() -> bytes:
             with anyio.fail_after(TOKENIZER_TIMEOUT_SECONDS):
                 response = await client.get(TOKENIZER_PATH)
             response.raise_for_status()
             return response.content
 
-        with anyio.fail_after(self._settings.submit_timeout_seconds):
-            answer, tokenizer = await client.get(MODEL_PATH), await client.head(TOKENIZER_PATH)
-        if not answer.is_success and tokenizer.is_success and "etag" in tokenizer.headers:
-            # it is still loading, which takes longer than its tokenizer does here
-            await self._listener.on_tokenizer(tokenizer.headers["etag"].strip('"'), fetch_tokenizer)
-        card = read_json(answer, ModelCard)
         try:
-            await self._listener.on_tokenizer(card.tokenizer_sha256, fetch_tokenizer)
+            await self._listener.on_tokenizer(sha256, fetch)
         except (StallfreeError, httpx.HTTPError, TimeoutError):
             raise
         except Exception as error:
-            if card != self._refused_card:
-                self._refused_card = card
-                _logger.exception("model cannot be served", extra={"worker": self.url, "model": card.model})
+            if sha256 != self._refused_tokenizer_sha256:
+                self._refused_tokenizer_sha256 = sha256
+                fields = {"worker": self.url, "tokenizer_sha256": sha256}
+                _logger.exception("model cannot be served", extra=fields)
             raise WorkerLostError(f"the worker's model cannot be served: {error}") from error
-        self._listener.on_card(self, card)
 
     async def _watch_silence(self, life: _Life) -> Never:
         """Measures silence in ticks of this router's own event loop: where that is late itself, as under load, the

@@ -20,8 +20,8 @@ struct Logits {
   int num_ids;
   const char* allowed;  // a bit for each id, or null: all
 
-  // Calls `see(first, values)` for every vector from `begin`, a multiple of 16, to `end`. What is not allowed, or lies
-  // behind the end, is -inf.
+  // Calls `see(first, values)` for every vector from `begin` to `end`; where not all ids are allowed, `begin` is a multiple
+  // of 16. What is not allowed, or lies behind the end, is -inf.
   template <class See>
   void for_vectors(int begin, int end, See&& see) const {
     const __m512 never = _mm512_set1_ps(kNever);

@@ -81,7 +81,8 @@ inline __m512 exponential(__m512 x) {
   return _mm512_scalef_ps(sum, n);
 }
 
-// Both of eight angles in [-2^30, 2^30], to about a unit in the last place. Whole quarters of a turn are taken off in double.
+// Both of eight angles, to about a unit in the last place, and to 1e-10 for angles of a million, near the places where they
+// are 0. Whole quarters of a turn are taken off in double.
 inline void sine_and_cosine(__m256 angles, __m256* sine, __m256* cosine) {
   const __m512d angle = _mm512_cvtps_pd(angles);
   const __m512d quarters = _mm512_roundscale_pd(_mm512_mul_pd(angle, _mm512_set1_pd(0.63661977236758134)),

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from stallfree_worker.engine.step import StepPlan
+from stallfree_worker.model.batch_inputs import make_batch_inputs
 from stallfree_worker.model.cpu.decoder import CpuDecoder
 from stallfree_worker.model.cpu.packed import PackedMatrix
 from stallfree_worker.model.decoder import TorchDecoder
@@ -129,6 +131,23 @@ def test_a_row_is_the_same_to_the_bit_whatever_other_rows_are_wanted(
         texts.step(before, rows=[308])
         assert torch.equal(texts.step(step, rows=rows), expected[rows])
         assert torch.equal(texts.step(after), expected_after)
+
+
+def test_what_others_share_is_not_written(tiny_folder: Callable[[str], Path]) -> None:
+    """Every slot of the cache holds a number that no key or value is; after a step of 40 tokens of which 20 are shared,
+    so do those of the first 20 still, and those of the others no longer."""
+    runner = load(tiny_folder("llama"), "cpu", block_size=16)
+    cache = runner._cache
+    for cached in cache.layer(0):
+        cached.fill_(77)
+    chunk = Texts(runner)._chunk("a", 40, cache)._replace(num_shared_tokens=20)
+    plan = StepPlan(step_id=0, chunks=(chunk,), num_decode_tokens=0, num_prefill_tokens=40)
+    runner._decoder.forward(make_batch_inputs(plan, cache, device=torch.device("cpu")), cache)
+    blocks = list(chunk.block_tables[0].blocks[:3])
+    for cached in cache.layer(0):
+        num_left = [int((cached[block] == 77).sum()) for block in blocks]
+        whole = cached[0].numel()
+        assert num_left == [whole, whole // 16 * 4, 0]  # the last block is cleared before it is begun
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -296,6 +315,7 @@ def test_integer_weights_that_cannot_be_had_are_refused(
         load_model(tiny_settings(tiny_folder("llama"), quantization="int8", **overrides))
 
 
+@pytest.mark.slow
 def test_fewer_threads_than_asked_compute_the_same(tiny_folder: Callable[[str], Path]) -> None:
     """OpenMP may be told to give a call fewer threads than it asks for."""
     program = (

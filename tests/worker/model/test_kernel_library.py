@@ -37,7 +37,8 @@ def _loaded_anew() -> Iterator[None]:
 @pytest.mark.parametrize("source", _OTHER_VERSIONS.values(), ids=_OTHER_VERSIONS.keys())
 def test_kernels_of_another_version_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "")
-    assert compiler, "the kernels were compiled with one"
+    if not compiler:
+        pytest.skip("there is no C compiler: the kernels came with the package")
     (tmp_path / "old.c").write_text(source)
     output = tmp_path / "old.so"
     subprocess.run([*compiler, "-x", "c", "-shared", "-fPIC", str(tmp_path / "old.c"), "-o", str(output)], check=True)

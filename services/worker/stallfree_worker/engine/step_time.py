@@ -50,8 +50,8 @@ _ERROR_SMOOTHING = 0.05
 _RIDGE = 1e-9
 _MOST_SWEEPS = 60
 _LEAST_MOVE = 1e-5
-"""Square of the relative change that a sweep makes to the predictions of the window, summed over its steps: after less,
-the next sweeps change nothing that matters."""
+"""How much a sweep changes: over its coefficients, the sum of the squares of the relative change that each makes to the
+predictions of the window's steps. After less, the next sweeps change nothing that matters."""
 _LINE_TOKENS = 512
 _PRIOR_BASE_SECONDS = 0.02
 _PRIOR_SECONDS_PER_TOKEN = 0.0002

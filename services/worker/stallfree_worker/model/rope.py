@@ -1,8 +1,8 @@
 """Rotary position embedding: the frequencies of each scaling rule, and turning queries and keys by them.
 
 The rules are those of the published papers as the transformers library computes them, so that checkpoints tuned with
-it keep their meaning. Angles are computed per step for the positions at hand, in float32: no table grows with the
-longest context.
+it keep their meaning. Angles are computed per step for the positions at hand, in float32 (here, and in the kernels for
+CPUs): no table grows with the longest context.
 """
 
 from __future__ import annotations
