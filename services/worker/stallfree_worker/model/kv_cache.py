@@ -68,8 +68,8 @@ class KVCache:
     Everything that attention may read is finite, whatever an earlier owner of a block left there: a masked slot still
     enters a product with weight 0, and 0 x NaN is NaN. So a block is cleared when a request begins to fill it, and
     block tables are padded with the null block, which is always zero. What must not be written where it belongs,
-    because it stands there already and others read it, goes to the waste block, which nobody reads; the compiled kernels
-    do not write it at all.
+    because it stands there already and others read it, goes to the waste block, which nobody reads; the compiled
+    kernels do not write it at all.
     """
 
     def __init__(self, shape: KVCacheShape, *, num_blocks: int, device: torch.device) -> None:
