@@ -143,7 +143,6 @@ class ForwardPass {
     const auto all = [&](int sequence) { return Range{0, num_queries_of(sequence)}; };
     const auto wanted = [&](int sequence) { return wanted_queries(sequence); };
     all_rows_ = {nullptr, batch.num_tokens, plan_attention(all)};
-    wanted_rows_ = all_rows_;
     if (batch.num_wanted < batch.num_tokens) {
       wanted_rows_ = {batch.wanted_rows, batch.num_wanted, plan_attention(wanted)};
     }
@@ -167,9 +166,10 @@ class ForwardPass {
       embed(row);
       norm(row, row, decoder_.layers[0].input_norm);
     });
+    const Rows& rows_of_last = batch_.num_wanted < batch_.num_tokens ? wanted_rows_ : all_rows_;
     for (int number = 0; number < decoder_.num_layers; ++number) {
       const bool is_last = number + 1 == decoder_.num_layers;
-      run_layer(member, decoder_.layers[number], is_last ? wanted_rows_ : all_rows_,
+      run_layer(member, decoder_.layers[number], is_last ? rows_of_last : all_rows_,
                 is_last ? nullptr : decoder_.layers[number + 1].input_norm);
     }
   }
@@ -436,7 +436,7 @@ class ForwardPass {
   AttentionScratch<T>* attention_scratch_;
   std::vector<int> sequence_of_row_;
   Rows all_rows_;
-  Rows wanted_rows_;
+  Rows wanted_rows_;  // where these are fewer
 };
 
 template <class T>

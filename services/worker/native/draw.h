@@ -137,11 +137,14 @@ inline std::int64_t draw(const Logits& logits, const float* maxima, int ids_per_
     return kNoToken;
   }
   const float best = logits.allowed == nullptr ? of_all.value() : largest(logits);
+  if (!std::isfinite(best)) {
+    return kNoToken;
+  }
   if (temperature != 0) {
-    return std::isfinite(best) ? at_share(logits, best, temperature, share) : kNoToken;
+    return at_share(logits, best, temperature, share);
   }
   if (logits.allowed != nullptr) {
-    return std::isfinite(best) ? first_with(logits, 0, logits.num_ids, best) : kNoToken;
+    return first_with(logits, 0, logits.num_ids, best);
   }
   const int begin = static_cast<int>(first_with(blocks, 0, blocks.num_ids, best)) * ids_per_maximum;
   return first_with(logits, begin, std::min(begin + ids_per_maximum, logits.num_ids), best);

@@ -64,35 +64,33 @@ def make_batch_inputs(plan: StepPlan, cache: KVCache, *, device: torch.device) -
     kinds = _kinds(chunks, ends, cache)
     fresh = [block for kind in kinds for block in kind.fresh_blocks(lengths)]
     targets = list(map(prompt_targets, chunks))
-    logit_rows = [end - 1 for chunk, end in zip(chunks, row_ends, strict=True) if _draws(chunk)]
-    scored_rows = _scored_rows(targets, row_ends, lengths)
-    numbers = _on_device(
+    drawing = [end - 1 for chunk, end in zip(chunks, row_ends, strict=True) if _draws(chunk)]
+    scoring = _scored_rows(targets, row_ends, lengths)
+    spans = [range(chunk.num_computed_tokens, end) for chunk, end in zip(chunks, ends, strict=True)]
+    own_positions = list(itertools.chain.from_iterable(spans))
+    token_ids, positions, wanted_rows, logit_rows, scored_rows, fresh_blocks = _on_device(
         np.int64,
         (
             list(itertools.chain.from_iterable([chunk.token_ids for chunk in chunks])),
-            list(
-                itertools.chain.from_iterable(
-                    [range(chunk.num_computed_tokens, end) for chunk, end in zip(chunks, ends, strict=True)]
-                )
-            ),
-            sorted({*logit_rows, *scored_rows}) if scored_rows else logit_rows,
-            logit_rows,
-            scored_rows,
+            own_positions,
+            sorted({*drawing, *scoring}) if scoring else drawing,
+            drawing,
+            scoring,
             fresh,
         ),
         device,
     )
     shared = [chunk.num_shared_tokens for chunk in chunks]
-    lengths_of_kinds = [lengths for kind in kinds for lengths in (kind.kv_lengths, kind.starts)]
-    row_starts, num_shared, *of_kinds = _on_device(np.int32, ([0, *row_ends], shared, *lengths_of_kinds), device)
+    of_kinds = [numbers for kind in kinds for numbers in (kind.kv_lengths, kind.starts)]
+    row_starts, num_shared, *seen = _on_device(np.int32, ([0, *row_ends], shared, *of_kinds), device)
     tables = {
         group: table
-        for kind, seqlens_k, starts in zip(kinds, of_kinds[::2], of_kinds[1::2], strict=True)
+        for kind, seqlens_k, starts in zip(kinds, seen[::2], seen[1::2], strict=True)
         for group, table in kind.on(device, seqlens_k, starts)
     }
     return BatchInputs(
-        token_ids=numbers[0],
-        positions=numbers[1],
+        token_ids=token_ids,
+        positions=positions,
         sequences=PagedSequences(
             cu_seqlens_q=row_starts,
             block_size=cache.block_size,
@@ -100,13 +98,13 @@ def make_batch_inputs(plan: StepPlan, cache: KVCache, *, device: torch.device) -
             tables=tuple([tables[group] for group in range(len(tables))]),
         ),
         num_shared=num_shared,
-        fresh_blocks=numbers[5] if fresh else None,
-        wanted_rows=numbers[2],
-        logit_rows=numbers[3],
+        fresh_blocks=fresh_blocks if fresh else None,
+        wanted_rows=wanted_rows,
+        logit_rows=logit_rows,
         sampled=tuple(filter(_draws, chunks)),
-        scored_rows=numbers[4] if scored_rows else None,
+        scored_rows=scored_rows if scoring else None,
         scored=tuple([chunk for chunk, asked in zip(chunks, targets, strict=True) if asked]),
-        find_slots=lambda: to_device(_slots(chunks, lengths, kinds, cache), device),
+        find_slots=lambda: to_device(_slots(chunks, lengths, own_positions, kinds, cache), device),
     )
 
 
@@ -196,12 +194,12 @@ def _packed(tables: list[list[BlockTable]], num_used: list[int], *, null_block: 
     return np.frombuffer(packed, dtype=np.int32).reshape(len(tables), len(num_used), width)
 
 
-def _slots(chunks: list[Chunk], lengths: list[int], kinds: list[_Kind], cache: KVCache) -> NDArray[np.int64]:
+def _slots(
+    chunks: list[Chunk], lengths: list[int], own_positions: list[int], kinds: list[_Kind], cache: KVCache
+) -> NDArray[np.int64]:
     """See `BatchInputs.slot_mapping`. Shared tokens go to the waste block."""
     rows = np.arange(len(chunks)).repeat(lengths)
-    positions = np.concatenate(
-        [chunk.num_computed_tokens + np.arange(length) for chunk, length in zip(chunks, lengths, strict=True)]
-    )
+    positions = np.array(own_positions)
     slots = np.empty((len(cache.layers.groups), len(positions)), dtype=np.int64)
     for kind in kinds:
         slots[kind.groups] = kind.slots(rows, positions)

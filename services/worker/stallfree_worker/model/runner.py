@@ -76,8 +76,11 @@ class ModelRunner:
         inputs = make_batch_inputs(plan, self._cache, device=self._decoder.device)
         hidden = self._decoder.forward(inputs, self._cache)
         prompts = self._score_prompts(hidden, inputs)
-        no_logits = Logits(hidden.new_empty(0, 0), maxima=None)
-        logits = self._decoder.logits(hidden, inputs.logit_rows) if inputs.sampled else no_logits
+        logits = (
+            self._decoder.logits(hidden, inputs.logit_rows)
+            if inputs.sampled
+            else Logits(hidden.new_empty(0, 0), maxima=None)
+        )
         masks = self._structured_outputs.finish(inputs.sampled)
         draws = [self._draw_of(chunk, masks) for chunk in inputs.sampled]
         tokens = draw_tokens(logits.values, draws, maxima=logits.maxima) if draws else []
