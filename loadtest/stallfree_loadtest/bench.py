@@ -1,9 +1,9 @@
 """Prefill and decode speed through whole servers, ours and others that serve the same model, side by side.
 
 Every contender is started, measured and ended once a round, each round beginning with another, so that whatever else
-the machine does meets all of them. Prefill: tokens of a prompt over the time to its one output token. Decode: tokens of
-all streams in the time that they take once all have begun. What the machine could do at most is measured in every
-round too.
+the machine does meets all of them; ratios are taken within a round. Prefill: tokens of a prompt over the time to its
+one output token. Decode: tokens of all streams in the time that they take once all have begun. What the machine could
+do at most is measured in every round too.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class BenchLoad:
     """That a stream gets while it is measured, in the mean over all."""
     vocabulary: Vocabulary
     seed: int
+    temperature: float = 0.0
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -174,6 +175,7 @@ class _Scenario:
             request_id=f"request-{self._num_requests}",
             prompt=self._load.vocabulary.draw(self._random, num_prompt_tokens),
             max_tokens=max_tokens,
+            temperature=self._load.temperature,
         )
 
 
@@ -195,13 +197,14 @@ def bench_report(runs: Sequence[BenchRun], load: BenchLoad) -> str:
         row = [measure, *[spread_text(figures[name], digits=0) for name in names]]
         if peers:
             best = max(peers, key=lambda name: figures[name].median)
-            row.append(f"{figures[OURS].median / figures[best].median:.2f} x {best}")
+            row.append(f"{spread_text(_ratios(runs, measure, to=best), digits=2)} x {best}")
         if has_limit:
-            row.append(f"{figures[OURS].median / figures[LIMIT].median:.0%}")
+            row.append(spread_text(_ratios(runs, measure, to=LIMIT), digits=2))
         rows.append(row)
     told = (
         f"Prefill: a prompt alone. Decode: streams with a context of {load.context_tokens:,} tokens, "
-        f"{load.decode_tokens} tokens each. Medians [least..most] of {max(run.round_number for run in runs)} rounds."
+        f"{load.decode_tokens} tokens each, temperature {load.temperature:g}. Medians [least..most] of "
+        f"{max(run.round_number for run in runs)} rounds; ratios are those of each round."
     )
     if has_limit:
         told += (
@@ -240,6 +243,15 @@ def run_row(run: BenchRun) -> dict[str, object]:
         "measure": run.measure,
         "tokens_per_second": run.tokens_per_second,
     }
+
+
+def _ratios(runs: Sequence[BenchRun], measure: str, *, to: str) -> Spread:
+    """Ours to another, round by round: what the machine does for a while meets both."""
+    own, other = (
+        {run.round_number: run.tokens_per_second for run in runs if (run.contender, run.measure) == (name, measure)}
+        for name in (OURS, to)
+    )
+    return spread(own[number] / other[number] for number in own.keys() & other.keys())
 
 
 def _figure(runs: Sequence[BenchRun], contender: str, measure: str) -> Spread:

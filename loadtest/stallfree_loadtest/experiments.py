@@ -19,7 +19,15 @@ from stallfree_loadtest.follow import FollowLoad, run_follow
 from stallfree_loadtest.limits import LimitsError, measure_limits
 from stallfree_loadtest.live import RequestFailedError
 from stallfree_loadtest.measures import Targets
-from stallfree_loadtest.options import HelpFormatter, add_prompt_options, count, listed, positive, writable_file
+from stallfree_loadtest.options import (
+    HelpFormatter,
+    add_prompt_options,
+    count,
+    listed,
+    non_negative,
+    positive,
+    writable_file,
+)
 from stallfree_loadtest.pages import PageError
 from stallfree_loadtest.parts import num_cores
 from stallfree_loadtest.peers import OURS, Peer, PeerError, peer
@@ -137,6 +145,7 @@ async def _bench(options: argparse.Namespace, say: Say) -> None:
         decode_tokens=options.decode_tokens,
         vocabulary=_vocabulary(options),
         seed=options.seed,
+        temperature=options.temperature,
     )
     runs: list[bench.BenchRun] = []
 
@@ -329,6 +338,7 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--context-tokens", type=count(least=1), default=512, metavar="N", help="tokens in each stream's prompt")
     add("--decode-tokens", type=count(least=1), default=64, metavar="N", help="tokens that each stream gets while it "
         "is measured")  # fmt: skip
+    add("--temperature", type=non_negative, default=0.0, metavar="T", help="how tokens are drawn; 0: the likeliest")
     add("--limits", action=argparse.BooleanOptionalAction, default=True, help="measure too what the machine could do "
         "at most, which takes our compiled kernels")  # fmt: skip
     add("--kv-cache-memory", default="2GiB", metavar="BYTES", help="memory of our worker for keys and values")

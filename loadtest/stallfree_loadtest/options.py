@@ -27,6 +27,14 @@ def positive(text: str) -> float:
     return value
 
 
+def non_negative(text: str) -> float:
+    """A finite number from 0 up."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number from 0 up, and {text!r} is not")
+    return value
+
+
 def count(*, least: int, most: int | None = None) -> Callable[[str], int]:
     """A whole number, `least` or more, and `most` at the most."""
 

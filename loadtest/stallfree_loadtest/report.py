@@ -52,13 +52,11 @@ def seconds_text(seconds: float) -> str:
 
 
 def spread_text(values: Spread, *, digits: int, factor: float = 1.0) -> str:
-    """`0.20 [0.19..0.23]`: median, least, most, each times `factor`; of one value alone just that."""
+    """`0.20 [0.19..0.23]`: median, least, most, each times `factor`; where all look the same just that."""
     if math.isnan(values.median):
         return "-"
-    if values.low == values.high:
-        return f"{values.median * factor:,.{digits}f}"
     median, low, high = (f"{value * factor:,.{digits}f}" for value in (values.median, values.low, values.high))
-    return f"{median} [{low}..{high}]"
+    return median if low == high else f"{median} [{low}..{high}]"
 
 
 def quantile_cells(values: Quantiles) -> tuple[str, ...]:

@@ -61,6 +61,10 @@ class TokenLogprobs(WireModel):
     """The likeliest token ids with theirs, best first; as many as were asked for."""
 
 
+GREEDY_BELOW_TEMPERATURE = 1e-5
+"""Logits are not divided by less."""
+
+
 class SamplingParams(WireModel):
     """How one request's tokens are drawn and when it ends. The router has resolved every default already.
 
@@ -94,6 +98,21 @@ class SamplingParams(WireModel):
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """The same for every prompt token but the first."""
     structured_output: StructuredOutput | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW_TEMPERATURE
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether what the model says is changed before tokens are drawn."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1 or self.logit_bias)
+
+    @property
+    def wants_only_likeliest(self) -> bool:
+        """Whether each token is the likeliest by what the model says, from `min_tokens` on, and nothing is told of the
+        others."""
+        return self.is_greedy and not self.adjusts_logits and self.logprobs is None
 
 
 class SubmitRequest(WireModel):

@@ -7,7 +7,10 @@ import dataclasses
 import json
 import shlex
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -20,12 +23,14 @@ from stallfree_loadtest.bench import (
     run_bench,
     run_row,
 )
+from stallfree_loadtest.client import Server
 from stallfree_loadtest.contenders import OwnCluster
 from stallfree_loadtest.fleet import configuration
 from stallfree_loadtest.limits import Limits
 from stallfree_loadtest.live import RequestFailedError
 from stallfree_loadtest.peers import Peer, PeerError, peer
 from stallfree_loadtest.prompts import Vocabulary
+from tests.loadtest import scripted_server
 from tests.loadtest.test_fleet import fleet, peer_double
 from tests.loadtest.test_picture import texts_of
 
@@ -59,6 +64,35 @@ async def test_every_round_measures_each_contender_once() -> None:
                 assert 30 < run.tokens_per_second < 101  # one step every 10 ms
             case "decode x 4":
                 assert 120 < run.tokens_per_second < 404
+
+
+class Listening:
+    """A contender that notes what it is asked for."""
+
+    name, configuration = "listening", None
+
+    def __init__(self) -> None:
+        self.temperatures: set[object] = set()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Server]:
+        async with scripted_server.serving(self._answer) as url:
+            yield Server(url=url, model="m")
+
+    async def _answer(self, connection: scripted_server.Connection) -> None:
+        self.temperatures.add(connection.body["temperature"])
+        await connection.send(scripted_server.HEAD)
+        for _ in range(cast("int", connection.body["max_tokens"])):
+            await connection.send_events(scripted_server.token_event("a", 1))
+        await connection.send_events("[DONE]")
+        await connection.send(scripted_server.END)
+
+
+async def test_tokens_are_drawn_by_the_temperature_that_is_told() -> None:
+    listening = Listening()
+    load = dataclasses.replace(LOAD, prefill_tokens=(30,), decode_streams=(), temperature=0.7)
+    await run_bench([listening], load, rounds=1, on_run=lambda _: None)
+    assert listening.temperatures == {0.7}
 
 
 async def test_a_request_that_fails_ends_the_experiment_with_its_reason() -> None:
@@ -119,13 +153,26 @@ def test_the_report_holds_ours_against_the_best_other_of_each_row() -> None:
     assert rows["decode x 4"][-1] == "0.50 x quick"
 
 
+def test_ratios_are_those_of_each_round() -> None:
+    """The machine gives half in the first round: that is no matter of ours or of the other."""
+    load = dataclasses.replace(LOAD, prefill_tokens=(), decode_streams=(1,))
+    figures = {"stallfree": (50, 150, 90), "quick": (40, 75, 60), LIMIT: (100, 200, 180)}
+    runs = [
+        BenchRun(contender=name, round_number=number, measure="decode x 1", tokens_per_second=figure)
+        for name, of_rounds in figures.items()
+        for number, figure in enumerate(of_rounds, 1)
+    ]
+    cells = bench_report(runs, load).splitlines()[-1].split("|")
+    assert [cell.strip() for cell in cells[-3:-1]] == ["1.50 [1.25..2.00] x quick", "0.50 [0.50..0.75]"]
+
+
 def test_the_limit_is_a_column_of_its_own_and_no_peer() -> None:
     report = bench_report([*runs_of(LIMIT, 1998, 998, 98, 998), *RUNS], LOAD)
     header, _, first, *_ = [line for line in report.splitlines() if line.startswith("|")]
     assert [cell.strip() for cell in header.split("|")[2:-1]] == [
         *("stallfree", "slow", "quick", "limit", "stallfree to the best other", "stallfree to the limit")
     ]
-    assert [cell.strip() for cell in first.split("|")[-4:-1]] == ["2,000 [1,999..2,001]", "1.43 x quick", "50%"]
+    assert [cell.strip() for cell in first.split("|")[-4:-1]] == ["2,000 [1,999..2,001]", "1.43 x quick", "0.50"]
 
 
 async def test_limits_are_measured_before_every_round() -> None:

@@ -43,6 +43,7 @@ def test_lengths_that_cannot_be_are_refused(text: str) -> None:
         (("stalls", "--targets", "0.1,0"), "--targets"),
         (("stalls", "--out", "/does/not/exist"), "--out: [Errno 2]"),
         (("ablation", "--prompt-lengths", "5:4:3"), "--prompt-lengths"),
+        (("bench", "--temperature", "-0.1"), "--temperature: must be a number from 0 up, and '-0.1' is not"),
         (("follow", "--table", "/does/not/exist"), "--table: [Errno 2]"),
     ],
 )

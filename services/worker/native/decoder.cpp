@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "draw.h"
+#include "likeliest.h"
 #include "matmul.h"
 #include "numbers.h"
 #include "team.h"
@@ -27,6 +28,14 @@ struct StallfreeMatrix {
   const float* scales;  // or null: weights are in the format of activations
   std::int32_t num_outputs;
   std::int32_t num_inputs;
+};
+
+// The output layer's matrix in 8 bits. All null where there is none.
+struct StallfreeSketch {
+  char* tiles;
+  float* scales;
+  float* per_input;  // see `Sketch`
+  float* per_error;
 };
 
 struct StallfreeLayer {
@@ -50,6 +59,7 @@ struct StallfreeLayer {
 struct StallfreeDecoder {
   const StallfreeLayer* layers;
   StallfreeMatrix head;
+  StallfreeSketch sketch;
   const float* final_norm;
   const char* embedding;             // [vocab_size, hidden_size]
   const float* inverse_frequencies;  // [num_ropes, head_dim / 2]: radians per position
@@ -110,6 +120,15 @@ void norm_row(const float* x, const float* weight, int size, float eps, Store&& 
 template <class T>
 void norm_row_to(T* to, const float* x, const float* weight, int size, float eps) {
   norm_row(x, weight, size, eps, [to](int i, __m512 values) { Numbers<T>::store(to + i, values); });
+}
+
+// So many items of scratch memory, from a cache line's begin on.
+template <class Item>
+Item* take(char*& scratch, std::int64_t count) {
+  scratch = reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(scratch) + 63) & ~std::uintptr_t{63});
+  Item* items = reinterpret_cast<Item*>(scratch);
+  scratch += count * std::int64_t{sizeof(Item)};
+  return items;
 }
 
 template <class T>
@@ -183,14 +202,6 @@ class ForwardPass {
 
     std::int64_t row(int place) const { return rows == nullptr ? place : rows[place]; }
   };
-
-  template <class Item>
-  static Item* take(char*& scratch, std::int64_t count) {
-    scratch = reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(scratch) + 63) & ~std::uintptr_t{63});
-    Item* items = reinterpret_cast<Item*>(scratch);
-    scratch += count * std::int64_t{sizeof(Item)};
-    return items;
-  }
 
   static std::int64_t widest_integer_row(const StallfreeDecoder& decoder) {
     const int most = std::max({decoder.hidden_size, decoder.intermediate_size, decoder.num_heads * decoder.head_dim});
@@ -471,12 +482,11 @@ void head(const StallfreeDecoder& decoder, const float* hidden, const std::int64
                     SoundLargest most;
                     for (int t = 0; t < num_tiles; ++t) {
                       const int column = (tile + t) * kWidth;
+                      const __mmask16 lanes = lanes_of(column, matrix.num_outputs);
                       __m512 value = _mm512_load_ps(sums + r * kPassStride + t * kWidth);
                       if (decoder.logit_softcap != 0) {
                         value = soft_capped(value, decoder.logit_softcap);
                       }
-                      const int left = std::min(kWidth, matrix.num_outputs - column);
-                      const __mmask16 lanes = static_cast<__mmask16>((1u << left) - 1);
                       _mm512_mask_storeu_ps(to + column, lanes, value);
                       most.add(_mm512_mask_mov_ps(_mm512_set1_ps(kNever), lanes, value));
                     }
@@ -486,17 +496,46 @@ void head(const StallfreeDecoder& decoder, const float* hidden, const std::int64
   });
 }
 
+// The likeliest ids of some rows of `hidden`, by the sketch of the output layer.
+template <class T>
+void find_likeliest(const StallfreeDecoder& decoder, const float* hidden, const std::int64_t* rows, int num_rows,
+                    const void* const* allowed, std::int64_t* tokens, float* bounds, char* scratch, int num_threads) {
+  const int size = decoder.hidden_size;
+  const Matrix matrix = matrix_of(decoder.head);
+  Matrix rounded = matrix;
+  rounded.tiles = decoder.sketch.tiles;
+  rounded.scales = decoder.sketch.scales;
+  const Sketch sketch{rounded, decoder.sketch.per_input, decoder.sketch.per_error};
+  const std::ptrdiff_t stride = integer_row_bytes(size / 4);
+  T* normed = take<T>(scratch, std::int64_t{num_rows} * size);
+  char* integers = take<char>(scratch, num_rows * stride);
+  Sizes* sizes = take<Sizes>(scratch, num_rows);
+  run_together(num_threads, 3, [&](Member& member) {
+    member.share(num_rows, [&](int row) {
+      T* own = normed + std::int64_t{row} * size;
+      norm_row_to(own, hidden + rows[row] * size, decoder.final_norm, size, decoder.norm_eps);
+      quantize_row(own, size, integers + row * stride);
+      sizes[row] = sizes_of(own, size, integers + row * stride);
+    });
+    bound_logits(member, integers, num_rows, sketch, sizes, bounds);
+    member.share_one_by_one(num_rows, [&](int row) {
+      Search<T> search(normed + std::int64_t{row} * size, matrix, static_cast<const char*>(allowed[row]));
+      tokens[row] = search.run(bounds + std::int64_t{row} * matrix.num_tiles);
+    });
+  });
+}
+
 }  // namespace
 
 extern "C" {
 
 // One more whenever what is called here, the structures, or how Python lays out weights is no longer the same.
-int stallfree_interface() { return 3; }
+int stallfree_interface() { return 4; }
 
 // Of the structures, in the order in which Python names them: it must mean the same.
 int stallfree_struct_bytes(int number) {
-  constexpr int kBytes[] = {sizeof(StallfreeMatrix), sizeof(StallfreeLayer), sizeof(StallfreeDecoder), sizeof(Tables),
-                            sizeof(StallfreeBatch)};
+  constexpr int kBytes[] = {sizeof(StallfreeMatrix),  sizeof(StallfreeSketch), sizeof(StallfreeLayer),
+                            sizeof(StallfreeDecoder), sizeof(Tables),          sizeof(StallfreeBatch)};
   return kBytes[number];
 }
 
@@ -534,8 +573,8 @@ void stallfree_draw(const float* logits, const float* maxima, int num_rows, int 
   });
 }
 
-// Reads `num_bytes`, a multiple of 64 and less than 2^37, as fast as this machine can, and does nothing with them but this sum: what a
-// step that must read as many bytes cannot be faster than.
+// Reads `num_bytes`, a multiple of 64 and less than 2^37, as fast as this machine can, and does nothing with them but this
+// sum: what a step that must read as many bytes cannot be faster than.
 std::int64_t stallfree_read(const char* memory, std::int64_t num_bytes, int num_threads) {
   constexpr int kLine = 64, kAhead = 32;
   std::atomic<std::int64_t> sum{0};
@@ -555,6 +594,28 @@ void stallfree_logits(const StallfreeDecoder* decoder, const float* hidden, cons
                       float* logits, float* maxima, char* scratch, int num_threads) {
   const auto run = decoder->is_bfloat16 ? head<Bf16> : head<float>;
   run(*decoder, hidden, rows, num_rows, logits, maxima, scratch, num_threads);
+}
+
+// Makes the sketch of a matrix of bfloat16, whose memory is there.
+void stallfree_make_sketch(const StallfreeMatrix* matrix, const StallfreeSketch* sketch, int num_threads) {
+  const Matrix full = matrix_of(*matrix);
+  const std::ptrdiff_t tile_bytes = std::ptrdiff_t{full.num_inputs} * kWidth;  // in 8 bits
+  run_together(num_threads, 1, [&](Member& member) {
+    member.share(full.num_tiles, [&](int tile) {
+      const int first = tile * kWidth;
+      sketch_tile(full.tiles + tile * tile_bytes * std::int64_t{sizeof(Bf16)}, full.num_inputs,
+                  sketch->tiles + tile * tile_bytes, sketch->scales + first, sketch->per_input + first,
+                  sketch->per_error + first);
+    });
+  });
+}
+
+// The likeliest id of each row, as `stallfree_draw` finds it in the row's logits, with the help of the decoder's sketch: it
+// must have one, and no soft cap. `bounds` is memory, [num_rows, num_tiles]. -1 too where only the logits can tell.
+void stallfree_find_likeliest(const StallfreeDecoder* decoder, const float* hidden, const std::int64_t* rows, int num_rows,
+                              const void* const* allowed, std::int64_t* tokens, float* bounds, char* scratch,
+                              int num_threads) {
+  find_likeliest<Bf16>(*decoder, hidden, rows, num_rows, allowed, tokens, bounds, scratch, num_threads);
 }
 
 }  // extern "C"

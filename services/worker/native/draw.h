@@ -30,9 +30,7 @@ struct Logits {
       if (allowed != nullptr) {
         std::memcpy(&lanes, allowed + id / 8, sizeof lanes);
       }
-      if (end - id < kWidth) {
-        lanes &= static_cast<__mmask16>((1u << (end - id)) - 1);
-      }
+      lanes &= lanes_of(id, end);
       see(id, _mm512_mask_loadu_ps(never, lanes, values + id));
     }
   }
@@ -62,6 +60,12 @@ class SoundLargest {
   __m512 best_ = _mm512_set1_ps(kNever);
   __mmask16 is_unsound_ = 0;
 };
+
+inline float sound_largest(const Logits& logits) {
+  SoundLargest most;
+  logits.for_vectors(0, logits.num_ids, [&](int, __m512 values) { most.add(values); });
+  return most.value();
+}
 
 // The lowest id from `begin` to `end` that has this value.
 inline std::int64_t first_with(const Logits& logits, int begin, int end, float value) {
@@ -131,12 +135,11 @@ inline std::int64_t at_share(const Logits& logits, float best, float temperature
 // `temperature` 0 draws the likeliest, of equal ones that with the lowest id.
 inline std::int64_t draw(const Logits& logits, const float* maxima, int ids_per_maximum, float temperature, double share) {
   const Logits blocks{maxima, (logits.num_ids + ids_per_maximum - 1) / ids_per_maximum, nullptr};
-  SoundLargest of_all;
-  blocks.for_vectors(0, blocks.num_ids, [&](int, __m512 values) { of_all.add(values); });
-  if (!std::isfinite(of_all.value())) {
+  const float of_all = sound_largest(blocks);
+  if (!std::isfinite(of_all)) {
     return kNoToken;
   }
-  const float best = logits.allowed == nullptr ? of_all.value() : largest(logits);
+  const float best = logits.allowed == nullptr ? of_all : largest(logits);
   if (!std::isfinite(best)) {
     return kNoToken;
   }

@@ -14,6 +14,11 @@ namespace stallfree {
 
 constexpr int kWidth = 16;  // lanes of a vector
 
+// Which lanes of the vector that begins at `first` lie before `end`.
+inline __mmask16 lanes_of(int first, int end) {
+  return end - first < kWidth ? static_cast<__mmask16>((1u << (end - first)) - 1) : static_cast<__mmask16>(0xffff);
+}
+
 struct Bf16 {
   std::uint16_t bits;
 };

@@ -45,7 +45,7 @@ class MovingBudget:
     def for_step(self, *, token_deadlines: Sequence[float], now: float) -> StepBudget:
         return self
 
-    def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int) -> int:
+    def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int, needs_logits: bool = False) -> int:
         return max(0, min(most, self.max_tokens - shape.num_tokens))
 
     def note_limited(self, num_tokens: int) -> None:

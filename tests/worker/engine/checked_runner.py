@@ -56,6 +56,21 @@ class Text:
         self.names.append(hash((self.names[-1], token)))
 
 
+def _needs_logits(chunk: Chunk) -> bool:
+    """Whether anything could make its draw another than the likeliest token, or tells of others."""
+    one = chunk.sampling
+    are_changed = one.presence_penalty or one.frequency_penalty or one.repetition_penalty != 1 or one.logit_bias
+    is_early = chunk.output_index is not None and chunk.output_index < one.min_tokens
+    return bool(one.temperature > 0 or are_changed or is_early or one.logprobs is not None)
+
+
+def _scores_prompt(chunk: Chunk) -> bool:
+    """Whether it tells how likely a prompt token was: one that was not told before stands behind one of its own."""
+    if chunk.sampling.prompt_logprobs is None or chunk.history is None:
+        return False
+    return chunk.num_computed_tokens + 1 < len(chunk.history.prompt_token_ids)
+
+
 def do_nothing(plan: StepPlan) -> None:
     """Nothing happens while the step is in flight."""
 
@@ -143,6 +158,10 @@ class CheckedRunner:
         assert sum(len(chunk.token_ids) for chunk in plan.chunks) == plan.num_tokens
         assert all(len(chunk.token_ids) >= 1 for chunk in plan.chunks)
         assert all(len(chunk.block_tables) == len(self.kv_groups) for chunk in plan.chunks)
+        drawing = [chunk for chunk in plan.chunks if chunk.output_index is not None]
+        assert all(chunk.needs_logits == _needs_logits(chunk) for chunk in drawing)
+        scoring = [chunk for chunk in plan.chunks if _scores_prompt(chunk)]
+        assert plan.shape.needs_logits == bool(scoring or any(map(_needs_logits, drawing)))
 
     def _write(self, chunk: Chunk, written: set[tuple[int, int]]) -> None:
         self._note_start(chunk)

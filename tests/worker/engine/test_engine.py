@@ -285,3 +285,16 @@ def test_the_engine_learns_how_long_its_steps_take() -> None:
     learned = bench.engine.status().step_time
     assert learned.base_seconds == pytest.approx(0.01, rel=0.05)
     assert learned.seconds_per_token == pytest.approx(0.0001, rel=0.05)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_steps_tell_whether_logits_are_needed(overlaps: bool) -> None:
+    """`CheckedRunner` holds every plan against what its requests ask for."""
+    bench = Bench(token_budget=20, overlaps=overlaps)
+    greedy = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    kinds: list[dict[str, object]] = [{}, {}, {"min_tokens": 4}, {"logprobs": 0}, {"frequency_penalty": 1.0}]
+    kinds += [{"prompt_logprobs": 0}, {"temperature": 0.5}]
+    for number, kind in enumerate(kinds):
+        bench.submit(9 + 30 * number, sampling=greedy.model_copy(update={"max_tokens": 5 + 7 * number, **kind}))
+    bench.run()
+    assert {plan.shape.needs_logits for plan in bench.runner.plans} == {False, True}

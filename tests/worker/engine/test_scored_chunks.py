@@ -14,7 +14,7 @@ SCORED = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=0)
 class RowBudget(MovingBudget):
     """A row of the output layer costs as much as a token."""
 
-    def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int) -> int:
+    def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int, needs_logits: bool = False) -> int:
         return max(0, min(most, self.max_tokens - shape.num_tokens - shape.num_rows))
 
 

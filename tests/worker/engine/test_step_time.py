@@ -98,6 +98,31 @@ def test_a_size_that_was_never_seen_is_learned_from_its_first_steps() -> None:
     assert model.predict(decodes(1)) == pytest.approx(small_machine(decodes(1)), rel=0.2)
 
 
+def test_what_logits_take_beyond_the_likeliest_tokens_is_learned_apart() -> None:
+    """Steps of either kind are predicted as well as if there were no other."""
+
+    def machine(shape: StepShape) -> float:
+        return small_machine(shape) + (0.005 + 0.0003 * shape.num_rows if shape.needs_logits else 0.0)
+
+    rng, model = random.Random(6), StepTimeModel()
+    for shape in random_steps(rng, 1500):
+        shape = shape._replace(needs_logits=rng.random() < 0.3)
+        model.observe(shape, machine(shape) * rng.lognormvariate(0, 0.02))
+    for needs_logits in (False, True):
+        shapes = [shape._replace(needs_logits=needs_logits) for shape in random_steps(random.Random(7), 300)]
+        assert statistics.median([abs(model.predict(shape) / machine(shape) - 1) for shape in shapes]) < 0.02
+
+
+@pytest.mark.parametrize(
+    "add", [lambda shape: shape.with_decode(9, needs_logits=True), lambda shape: shape.with_rows(1)]
+)
+def test_one_row_that_needs_logits_makes_the_step_need_them(add: Callable[[StepShape], StepShape]) -> None:
+    assert not decodes(3).needs_logits
+    assert add(decodes(3)).with_decode(9).with_chunk(5, 0, is_last=True).needs_logits
+    assert decodes(3).with_chunk(5, 0, is_last=True, needs_logits=True).needs_logits
+    assert not decodes(3).with_chunk(5, 0, is_last=False, needs_logits=True).needs_logits
+
+
 def test_an_outlier_hardly_moves_the_prediction() -> None:
     model, same = learned(small_machine), learned(small_machine)
     model.observe(decodes(8), 30.0)

@@ -45,6 +45,17 @@ def test_a_budget_by_position_shrinks_along_the_prompt_and_takes_any_length() ->
     assert tokens_left(budget, decodes(3000), context=0) == 0
 
 
+def test_a_last_chunk_that_needs_logits_must_fit_with_what_they_take() -> None:
+    model = StepTimeModel()
+    for _ in range(50):
+        for shape in (prefill(64), decodes(2), decodes(2).with_chunk(64, 0, is_last=True)):
+            model.observe(shape, 0.05)
+            model.observe(shape._replace(needs_logits=True), 0.15)
+    step = TargetTokenBudget(model, LIMITS).for_step(token_deadlines=[0.11], now=0.0)
+    assert step.tokens_left(decodes(2), context_tokens=0, most=64) == 64
+    assert step.tokens_left(decodes(2), context_tokens=0, most=64, needs_logits=True) == 62
+
+
 @pytest.mark.parametrize("target", [0.1, 0.2, 0.5])
 @pytest.mark.parametrize("context", [0, 4000, 16_000])
 def test_a_budget_by_target_is_the_most_that_fits(target: float, context: int) -> None:

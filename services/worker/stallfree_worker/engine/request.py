@@ -58,13 +58,17 @@ class Request:
     is_draw_postponed: bool = False
     """All is computed but for the last token, which is to be computed again: its draw was postponed."""
     is_cancelled: bool = False
+    _num_logit_draws: int = field(init=False)
+    """Its first so many draws take more than knowing the likeliest token."""
     _looks_back: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.request_id = self.new.request_id
         self.num_tokens = len(self.new.prompt_token_ids)
         self.waits_since = self.submitted_at
-        self._looks_back = _looks_back(self.new.sampling) or self.new.sampling.prompt_logprobs is not None
+        sampling = self.new.sampling
+        self._num_logit_draws = sampling.min_tokens if sampling.wants_only_likeliest else sampling.max_tokens
+        self._looks_back = _looks_back(sampling) or sampling.prompt_logprobs is not None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -94,6 +98,11 @@ class Request:
     def num_outputs(self) -> int:
         """Output tokens, with the pending one."""
         return len(self.output_token_ids) + self.is_token_pending
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether its next draw takes more than knowing the likeliest token."""
+        return self.num_outputs < self._num_logit_draws
 
     @property
     def num_known_tokens(self) -> int:
@@ -131,6 +140,7 @@ class Request:
             num_shared_tokens=num_shared_tokens,
             sampling=self.new.sampling,
             output_index=len(self.output_token_ids) if end == self.num_tokens else None,
+            needs_logits=self.needs_logits,
             history=self._history(end) if self._looks_back else None,
         )
 

@@ -90,6 +90,8 @@ class Chunk(NamedTuple):
     sampling: SamplingParams
     output_index: int | None
     """Index of the output token drawn after this chunk; None while tokens of the request are left to compute."""
+    needs_logits: bool = True
+    """Whether its draw takes more than knowing the likeliest token."""
     num_shared_tokens: int = 0
     """Tokens in blocks that other requests may use too: their keys and values stand there already and are not written
     again, not even where one of them is computed once more to draw what follows it."""

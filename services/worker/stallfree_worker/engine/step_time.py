@@ -4,7 +4,8 @@ Pure: no clock, no torch. The engine feeds it one observation per step; the toke
 routers get its two-number summary.
 
     seconds = speed * (base + Σ slope_k * max(0, tokens - knot_k) + row * rows + context * decode context
-                       + attention * prefill attention + request * requests),   all coefficients ≥ 0
+                       + attention * prefill attention + request * requests
+                       + [logits are needed] * (whole + whole row * rows)),   all coefficients ≥ 0
 
 Rising slopes at growing knots let the cost of a token grow with the step: first weights are read anyway and a token is
 nearly free (the memory-bound floor), then arithmetic decides (the knee). All coefficients are non-negative, so the
@@ -28,16 +29,16 @@ from typing import NamedTuple
 from stallfree_shared.worker_status import StepTimeCoefficients
 
 _KNOT_TOKENS = (0, 16, 64, 256)
-_NUM_FEATURES = 1 + len(_KNOT_TOKENS) + 4
+_NUM_FEATURES = 1 + len(_KNOT_TOKENS) + 6
 _BUCKET_SIZE = 48
-"""Steps of one size class that the window keeps."""
+"""Steps of one class that the window keeps: of one size, with logits or without."""
 _STEPS_PER_FIT = 16
 _EAGER_STEPS = 64
 """While there are fewer, every step is followed by a fit."""
 _SPEED_GAIN = 0.2
 """Weight of the last step in the speed: a half-life of three steps."""
 _FEW_STEPS = 4
-"""A size class with fewer steps has no usual time yet that an outlier could be told from."""
+"""A class with fewer steps has no usual time yet that an outlier could be told from."""
 _LEAST_SECONDS = 1e-6
 _MAX_RATIO = 3.0
 """A step beyond this many times its prediction, or below its part, counts as if it were there."""
@@ -47,6 +48,7 @@ _LEAST_QUANTILE_RATIO = 1.1
 _MANY_RATIOS = 8
 """Enough of one kind of step for quantiles of its own."""
 _ERROR_SMOOTHING = 0.05
+_SHARE_SMOOTHING = 0.05
 _RIDGE = 1e-9
 _MOST_SWEEPS = 60
 _LEAST_MOVE = 1e-5
@@ -74,8 +76,10 @@ class StepShape(NamedTuple):
     """Pairs of query and key in the prefill chunks, the mean over all layers: without windows
     `chunk * (context before it + chunk / 2)`."""
     num_requests: int = 0
+    needs_logits: bool = False
+    """Whether a row is more than the likeliest token. Else the output layer may take a shorter way."""
 
-    def with_decode(self, context_tokens: int) -> StepShape:
+    def with_decode(self, context_tokens: int, *, needs_logits: bool = False) -> StepShape:
         """With one more decode, whose context is `context_tokens` long."""
         return StepShape(  # not `_replace`, which takes longer: this is done for every token
             windows=self.windows,
@@ -85,9 +89,12 @@ class StepShape(NamedTuple):
             decode_context_tokens=self.decode_context_tokens + self._pairs(1, context_tokens),
             prefill_attention_tokens=self.prefill_attention_tokens,
             num_requests=self.num_requests + 1,
+            needs_logits=self.needs_logits or needs_logits,
         )
 
-    def with_chunk(self, num_tokens: int, context_tokens: int, *, is_last: bool) -> StepShape:
+    def with_chunk(
+        self, num_tokens: int, context_tokens: int, *, is_last: bool, needs_logits: bool = False
+    ) -> StepShape:
         """With one more prefill chunk after `context_tokens` computed ones; the last one draws a token."""
         return self._replace(
             num_tokens=self.num_tokens + num_tokens,
@@ -95,11 +102,12 @@ class StepShape(NamedTuple):
             num_rows=self.num_rows + is_last,
             prefill_attention_tokens=self.prefill_attention_tokens + self._pairs(num_tokens, context_tokens),
             num_requests=self.num_requests + 1,
+            needs_logits=self.needs_logits or (is_last and needs_logits),
         )
 
     def with_rows(self, num_rows: int) -> StepShape:
-        """With more rows for the output layer to compute."""
-        return self._replace(num_rows=self.num_rows + num_rows)
+        """With more rows for the output layer to compute, whose logits are told of."""
+        return self._replace(num_rows=self.num_rows + num_rows, needs_logits=self.needs_logits or num_rows > 0)
 
     def _pairs(self, num_tokens: int, context_tokens: int) -> float:
         """Pairs of query and key of `num_tokens` queries behind a context, the mean over all layers."""
@@ -122,7 +130,7 @@ class StepTimeModel:
         empty_step = empty_step or StepShape()
         self._one_decode = empty_step.with_decode(0)
         self._one_prompt = empty_step.with_chunk(_LINE_TOKENS, 0, is_last=True)
-        self._window: dict[int, deque[tuple[_Features, float]]] = {}
+        self._window: dict[tuple[int, bool], deque[tuple[_Features, float]]] = {}
         self._moments = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]  # Σ w x xᵀ
         self._targets = [0.0] * _NUM_FEATURES  # Σ w x y
         self._coefficients = [_PRIOR_BASE_SECONDS, _PRIOR_SECONDS_PER_TOKEN, *[0.0] * (_NUM_FEATURES - 2)]
@@ -130,6 +138,7 @@ class StepTimeModel:
         self._log_speed = 0.0
         self._ratios = {has_prefill: _Ratios() for has_prefill in (False, True)}
         self._error_ratio = 0.0
+        self._share_with_logits = 0.0
 
     @property
     def error_ratio(self) -> float:
@@ -138,8 +147,12 @@ class StepTimeModel:
 
     @property
     def summary(self) -> StepTimeCoefficients:
-        """A line through the predictions of one decode and of a prompt of 512 tokens: what routers reckon with."""
-        one, many = self.predict(self._one_decode), self.predict(self._one_prompt)
+        """A line through the predictions of one decode and of a prompt of 512 tokens, with logits where most steps have
+        them now: what routers reckon with."""
+        needs_logits = self._share_with_logits > 0.5
+        one, many = (
+            self.predict(shape._replace(needs_logits=needs_logits)) for shape in (self._one_decode, self._one_prompt)
+        )
         slope = max((many - one) / (_LINE_TOKENS - 1), 1e-9)
         return StepTimeCoefficients(base_seconds=max(0.0, one - slope), seconds_per_token=slope)
 
@@ -152,13 +165,14 @@ class StepTimeModel:
         """Learns from a step that took `seconds`. A step without a duration is ignored."""
         if shape.num_tokens <= 0 or seconds <= 0:
             return
-        window = self._window.setdefault(shape.num_tokens.bit_length(), deque())
+        window = self._window.setdefault((shape.num_tokens.bit_length(), shape.needs_logits), deque())
         is_known = len(window) >= _FEW_STEPS
         if self._num_observed == 0:
             self._set_level(shape, seconds)
-        elif is_known:  # a step of a new size may be predicted badly, and says nothing about the machine's speed
+        elif is_known:  # a step of a new class may be predicted badly, and says nothing about the machine's speed
             self._note_ratio(shape, seconds / self.predict(shape))
         self._num_observed += 1
+        self._share_with_logits += _SHARE_SMOOTHING * (shape.needs_logits - self._share_with_logits)
         self._remember(window, shape, seconds / math.exp(self._log_speed), is_capped=is_known)
         if self._num_observed <= _EAGER_STEPS or self._num_observed % _STEPS_PER_FIT == 0:
             self._fit()
@@ -189,7 +203,7 @@ class StepTimeModel:
     def _remember(
         self, window: deque[tuple[_Features, float]], shape: StepShape, seconds: float, *, is_capped: bool
     ) -> None:
-        """Puts a step into the window of its size class, in place of the oldest one there."""
+        """Puts a step into the window of its class, in place of the oldest one there."""
         if is_capped:
             expected = self._shape_seconds(shape)
             seconds = min(max(seconds, expected / _MAX_RATIO), expected * _MAX_RATIO)
@@ -255,6 +269,8 @@ def _features(shape: StepShape) -> _Features:
         shape.decode_context_tokens / 1e3,
         shape.prefill_attention_tokens / 1e6,
         float(shape.num_requests),
+        float(shape.needs_logits),
+        float(shape.num_rows) if shape.needs_logits else 0.0,
     )
 
 

@@ -31,7 +31,7 @@ class StepBudget(Protocol):
         """What the step may hold, decodes included; None where that is no one number."""
         ...
 
-    def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int) -> int:
+    def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int, needs_logits: bool = False) -> int:
         """Tokens of a chunk that may join a step of `shape`: 0 to `most`. `context_tokens` of its request are computed
         already, and `most` are left."""
         ...
@@ -73,8 +73,8 @@ class FixedTokenBudget:
         del token_deadlines, now
         return self
 
-    def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int) -> int:
-        del context_tokens
+    def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int, needs_logits: bool = False) -> int:
+        del context_tokens, needs_logits
         # Decodes go whether the budget holds them or not, so a step may be beyond it already.
         return max(0, min(most, self._max_tokens - shape.num_tokens))
 
@@ -116,7 +116,8 @@ class PositionTokenBudget:
         del token_deadlines, now
         return self
 
-    def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int) -> int:
+    def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int, needs_logits: bool = False) -> int:
+        del needs_logits
         return max(0, min(most, self._table.size(context_tokens) - shape.num_tokens))
 
     def note_limited(self, num_tokens: int) -> None:
@@ -185,30 +186,29 @@ class _SecondsBudget:
         self._limits = limits
         self.limit_seconds = seconds
 
-    def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int) -> int:
+    def tokens_left(self, shape: StepShape, *, context_tokens: int, most: int, needs_logits: bool = False) -> int:
         most = max(0, min(most, self._limits.max_step_tokens - shape.num_tokens))
-        fitting = self._most_that_fit(shape, context_tokens, most)
+        fitting = self._most_that_fit(shape, context_tokens, most, needs_logits)
         floor = min(most, MIN_CHUNK_TOKENS - shape.num_prefill_tokens)
         return max(fitting, floor, 0)
 
-    def _most_that_fit(self, shape: StepShape, context_tokens: int, most: int) -> int:
+    def _most_that_fit(self, shape: StepShape, context_tokens: int, most: int, needs_logits: bool) -> int:
         """All of them, or what fills whole tiles: by bisection, for the predicted time never falls with more tokens."""
-        if most == 0 or self._fits(shape, context_tokens, most, is_last=True):
+        if most == 0 or self._fits(shape.with_chunk(most, context_tokens, is_last=True, needs_logits=needs_logits)):
             return most
         tile = self._limits.tile_tokens
         begun = shape.num_tokens % tile
         low, high = 0, -(-(most + begun) // tile)  # `low` tiles fit or are none, `high` are too many
         while high - low > 1:
             middle = (low + high) // 2
-            if self._fits(shape, context_tokens, middle * tile - begun, is_last=False):
+            if self._fits(shape.with_chunk(middle * tile - begun, context_tokens, is_last=False)):
                 low = middle
             else:
                 high = middle
         return max(0, low * tile - begun)
 
-    def _fits(self, shape: StepShape, context_tokens: int, num_tokens: int, *, is_last: bool) -> bool:
-        with_chunk = shape.with_chunk(num_tokens, context_tokens, is_last=is_last)
-        return self._step_time.predict(with_chunk, quantile=self._limits.quantile) <= self.limit_seconds
+    def _fits(self, shape: StepShape) -> bool:
+        return self._step_time.predict(shape, quantile=self._limits.quantile) <= self.limit_seconds
 
 
 def make_token_budget(settings: SchedulerSettings, step_time: StepTimeModel) -> TokenBudget:

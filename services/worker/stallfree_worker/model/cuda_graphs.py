@@ -134,6 +134,13 @@ class GraphedDecoder:
         recorded.replay()
         return recorded.hidden[: len(inputs.token_ids)]
 
+    @property
+    def finds_likeliest(self) -> bool:
+        return self._decoder.finds_likeliest
+
+    def find_likeliest(self, hidden: Tensor, rows: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
+        return self._decoder.find_likeliest(hidden, rows, allowed)
+
     def logits(self, hidden: Tensor, rows: Tensor) -> Logits:
         return self._decoder.logits(hidden, rows)
 

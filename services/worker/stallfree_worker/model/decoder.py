@@ -6,6 +6,7 @@ from a `DecoderConfig` and knows no family's name. Called by `runner`. `cpu.deco
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -41,6 +42,16 @@ class Decoder(Protocol):
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Logits:
         """Those of some rows, int64 [num_rows], of what `forward` gave."""
+        ...
+
+    @property
+    def finds_likeliest(self) -> bool:
+        """Whether it can do with less than the logits where only the likeliest ids are wanted."""
+        ...
+
+    def find_likeliest(self, hidden: Tensor, rows: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
+        """int64 [num_rows]: the likeliest id of each of these rows among those that are allowed to it (see `id_masks`),
+        that of its logits, to the bit. -1 where only they can tell which it is, or why there is none."""
         ...
 
 
@@ -88,6 +99,13 @@ class TorchDecoder:
             cache.write(index, slots[layer.attention_rule.group], k, v)
             hidden = layer.finish(hidden, attend(q, *cache.layer(index), layer.attention_rule))
         return hidden
+
+    @property
+    def finds_likeliest(self) -> bool:
+        return False
+
+    def find_likeliest(self, hidden: Tensor, rows: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
+        raise NotImplementedError("plain torch finds nothing without logits")
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Logits:
         chosen = hidden.index_select(0, rows)

@@ -10,7 +10,8 @@ from torch import Tensor
 from stallfree_shared.wire import SamplingParams
 from stallfree_worker.engine.step import TokenHistory
 
-GREEDY_BELOW_TEMPERATURE = 1e-5
+NO_TOKEN = -1
+"""In place of a token where none can be drawn."""
 
 
 class Logits(NamedTuple):
@@ -32,17 +33,6 @@ class Draw(NamedTuple):
     """Ids that a structured output allows next; None where there is none."""
 
     @property
-    def is_greedy(self) -> bool:
-        return self.sampling.temperature < GREEDY_BELOW_TEMPERATURE
-
-    @property
     def adjusts_logits(self) -> bool:
         """Whether `logit_adjustments` has anything to do for this row besides what is not allowed."""
-        sampling = self.sampling
-        return bool(
-            sampling.presence_penalty
-            or sampling.frequency_penalty
-            or sampling.repetition_penalty != 1
-            or sampling.logit_bias
-            or self.banned_token_ids
-        )
+        return self.sampling.adjusts_logits or bool(self.banned_token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from stallfree_shared.wire import MAX_LOGPROBS, RequestId, SamplingParams, Token
 from stallfree_worker.engine.step import BlockTable, Chunk, KVGroup, StepPlan, StepResult, TokenHistory
 from stallfree_worker.model.batch_inputs import BatchInputs, make_batch_inputs
 from stallfree_worker.model.decoder import Decoder
-from stallfree_worker.model.draw import Draw, Logits
+from stallfree_worker.model.draw import NO_TOKEN, Draw, Logits
 from stallfree_worker.model.kv_cache import KVCache
 from stallfree_worker.model.logprobs import score_drawn, score_prompts
 from stallfree_worker.model.sampler import draw_tokens
@@ -76,32 +77,47 @@ class ModelRunner:
         inputs = make_batch_inputs(plan, self._cache, device=self._decoder.device)
         hidden = self._decoder.forward(inputs, self._cache)
         prompts = self._score_prompts(hidden, inputs)
-        logits = (
-            self._decoder.logits(hidden, inputs.logit_rows)
-            if inputs.sampled
-            else Logits(hidden.new_empty(0, 0), maxima=None)
-        )
+        # where they are needed anyway, a GPU begins them before the masks are waited for
+        begun = self._logits(hidden, inputs) if self._needs_logits(inputs.sampled) else None
         masks = self._structured_outputs.finish(inputs.sampled)
-        draws = [self._draw_of(chunk, masks) for chunk in inputs.sampled]
-        tokens = draw_tokens(logits.values, draws, maxima=logits.maxima) if draws else []
+        tokens, logits = self._draw(hidden, inputs, masks, begun)
         self._structured_outputs.expect(inputs.sampled, tokens, masks)
         drawn = dict(zip([chunk.request_id for chunk in inputs.sampled], tokens, strict=True))
         unscored = [request_id for request_id, scores in prompts.items() if scores is None]
-        undrawn = {
-            request_id: _why_nothing(logits.values[row])
-            for row, (request_id, one) in enumerate(drawn.items())
-            if one is None
-        }
+        undrawn = {} if logits is None else _undrawn(drawn, logits.values)
         return StepResult(
             step_id=plan.step_id,
             token_id_by_request={request_id: token for request_id, token in drawn.items() if token is not None},
             failure_by_request={**undrawn, **dict.fromkeys(unscored, NOT_FINITE), **masks.failure_by_request},
             not_finite_request_ids=frozenset([*unscored, *(one for one in undrawn if undrawn[one] == NOT_FINITE)]),
-            logprobs_by_request=score_drawn(logits.values, inputs.sampled, tokens),
+            logprobs_by_request={} if logits is None else score_drawn(logits.values, inputs.sampled, tokens),
             prompt_logprobs_by_request={request_id: scores for request_id, scores in prompts.items() if scores},
             completed_request_ids=masks.completed,
             postponed_request_ids=masks.postponed,
         )
+
+    def _needs_logits(self, sampled: Sequence[Chunk]) -> bool:
+        return not self._decoder.finds_likeliest or any(chunk.needs_logits for chunk in sampled)
+
+    def _draw(
+        self, hidden: Tensor, inputs: BatchInputs, masks: StepMasks, logits: Logits | None
+    ) -> tuple[list[int | None], Logits | None]:
+        """A token for every draw, or None where there is none; and the logits, where they were needed."""
+        if not inputs.sampled:
+            return [], logits
+        if logits is None:
+            allowed = [masks.allowed_by_request.get(chunk.request_id) for chunk in inputs.sampled]
+            likeliest = self._decoder.find_likeliest(hidden, inputs.logit_rows, allowed).tolist()
+            if NO_TOKEN not in likeliest:
+                return likeliest, None
+            logits = self._logits(hidden, inputs)  # they tell why there is none
+        draws = [self._draw_of(chunk, masks) for chunk in inputs.sampled]
+        return draw_tokens(logits.values, draws, maxima=logits.maxima), logits
+
+    def _logits(self, hidden: Tensor, inputs: BatchInputs) -> Logits:
+        if not inputs.sampled:
+            return Logits(hidden.new_empty(0, 0), maxima=None)
+        return self._decoder.logits(hidden, inputs.logit_rows)
 
     def _score_prompts(self, hidden: Tensor, inputs: BatchInputs) -> dict[RequestId, tuple[TokenLogprobs, ...] | None]:
         if inputs.scored_rows is None:
@@ -145,6 +161,7 @@ class ModelRunner:
         self.execute(plan)
 
 
-def _why_nothing(logits: Tensor) -> str:
-    """Why no token could be drawn from a row of the model's logits, [num_ids]."""
-    return NOTHING_LEFT if logits.amax().isfinite() else NOT_FINITE
+def _undrawn(drawn: Mapping[RequestId, int | None], logits: Tensor) -> dict[RequestId, str]:
+    """Why requests have no token, by the model's logits, a row [num_ids] for each."""
+    rows = [(row, request_id) for row, (request_id, token) in enumerate(drawn.items()) if token is None]
+    return {request_id: NOTHING_LEFT if logits[row].amax().isfinite() else NOT_FINITE for row, request_id in rows}

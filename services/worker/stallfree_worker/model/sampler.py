@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stallfree_shared.wire import SamplingParams
 from stallfree_worker.model.cpu.draws import can_draw, draw_plainly
-from stallfree_worker.model.draw import Draw
+from stallfree_worker.model.draw import NO_TOKEN, Draw
 from stallfree_worker.model.logit_adjustments import adjust_logits
 from stallfree_worker.model.transfers import to_device
 
@@ -26,8 +26,6 @@ _HEAD_COLUMNS = 1024
 _WIDE_HEAD_COLUMNS = 16384
 """Enough for a flat row; where it is not, the whole row is sorted, which takes five times as long."""
 _BLOCK_COLUMNS = 512
-_NOTHING = -1
-"""In place of a token where none can be drawn."""
 _MASK_64 = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
@@ -43,14 +41,14 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], *, maxima: Tensor | None 
     others = [row for row, done in enumerate(is_done) if not done]
     if others:
         _redraw(tokens, logits, draws, others)
-    return [None if token == _NOTHING else token for token in tokens.tolist()]
+    return [None if token == NO_TOKEN else token for token in tokens.tolist()]
 
 
 def _redraw(tokens: Tensor, logits: Tensor, draws: Sequence[Draw], others: Sequence[int]) -> None:
     """Puts into `tokens`, which have the likeliest ones, what those rows give that are more than that."""
-    is_sound = tokens != _NOTHING
-    greedy = [row for row in others if draws[row].is_greedy]
-    sampled = [row for row in others if not draws[row].is_greedy]
+    is_sound = tokens != NO_TOKEN
+    greedy = [row for row in others if draws[row].sampling.is_greedy]
+    sampled = [row for row in others if not draws[row].sampling.is_greedy]
     for rows, draw_some in ((greedy, _draw_greedy), (sampled, _draw_sampled)):
         for start in range(0, len(rows), _ROWS_AT_ONCE):
             some = rows[start : start + _ROWS_AT_ONCE]
@@ -59,16 +57,16 @@ def _redraw(tokens: Tensor, logits: Tensor, draws: Sequence[Draw], others: Seque
             own_draws = [draws[row] for row in some]
             adjust_logits(own, own_draws)
             tokens[index] = draw_some(own, own_draws)
-    tokens.masked_fill_(~is_sound, _NOTHING)
+    tokens.masked_fill_(~is_sound, NO_TOKEN)
 
 
 def _is_plainly_greedy(draw: Draw) -> bool:
-    return draw.is_greedy and not draw.adjusts_logits and draw.allowed is None
+    return draw.sampling.is_greedy and not draw.adjusts_logits and draw.allowed is None
 
 
 def _is_plain(draw: Draw) -> bool:
     """Whether the row is drawn from by its temperature and what is allowed alone."""
-    return not draw.adjusts_logits and (draw.is_greedy or not (draw.sampling.min_p or _has_nucleus(draw)))
+    return not draw.adjusts_logits and (draw.sampling.is_greedy or not (draw.sampling.min_p or _has_nucleus(draw)))
 
 
 def _draw_by_kernel(logits: Tensor, maxima: Tensor | None, draws: Sequence[Draw], is_plain: Sequence[bool]) -> Tensor:
@@ -76,8 +74,8 @@ def _draw_by_kernel(logits: Tensor, maxima: Tensor | None, draws: Sequence[Draw]
     pairs = list(zip(draws, is_plain, strict=True))
     return draw_plainly(
         logits.contiguous(),
-        [draw.sampling.temperature if plain and not draw.is_greedy else 0.0 for draw, plain in pairs],
-        [_share(draw) if plain and not draw.is_greedy else 0.0 for draw, plain in pairs],
+        [draw.sampling.temperature if plain and not draw.sampling.is_greedy else 0.0 for draw, plain in pairs],
+        [_share(draw) if plain and not draw.sampling.is_greedy else 0.0 for draw, plain in pairs],
         [draw.allowed if plain else None for draw, plain in pairs],
         maxima=maxima,
     )
@@ -104,7 +102,7 @@ def _draw_greedy(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """logits float32 [num_rows, num_ids] → int64 [num_rows]."""
     del draws
     best, tokens = _find_best(logits)
-    return torch.where(best.isfinite(), tokens, _NOTHING)
+    return torch.where(best.isfinite(), tokens, NO_TOKEN)
 
 
 def _find_best(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,7 +122,7 @@ def _draw_sampled(logits: Tensor, draws: list[Draw]) -> Tensor:
     if any(draw.sampling.min_p or _has_nucleus(draw) for draw in draws):
         weights.masked_fill_(weights < _least_kept_weight(weights, draws)[:, None], 0.0)
     shares = _column([_share(draw) for draw in draws], logits.device)
-    return torch.where(best.isfinite(), _find(weights, shares[:, None]), _NOTHING).squeeze(-1)
+    return torch.where(best.isfinite(), _find(weights, shares[:, None]), NO_TOKEN).squeeze(-1)
 
 
 def _find(weights: Tensor, shares: Tensor) -> Tensor:

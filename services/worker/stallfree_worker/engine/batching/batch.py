@@ -51,8 +51,10 @@ class _Part(NamedTuple):
     def join(self, shape: StepShape) -> StepShape:
         """`shape` with this part."""
         if self.is_decode:
-            return shape.with_decode(self.context_tokens)
-        shape = shape.with_chunk(self.num_tokens, self.context_tokens, is_last=self.is_last)
+            return shape.with_decode(self.context_tokens, needs_logits=self.request.needs_logits)
+        shape = shape.with_chunk(
+            self.num_tokens, self.context_tokens, is_last=self.is_last, needs_logits=self.request.needs_logits
+        )
         return shape.with_rows(self.num_scored_tokens) if self.num_scored_tokens > 0 else shape
 
 
@@ -325,7 +327,9 @@ class Batch:
         shape = self._shape_with_reserve()
         if request.new.sampling.prompt_logprobs is not None:
             return self._scored_tokens_that_fit(shape, context_tokens=num_computed, most=most)
-        return self._budget.tokens_left(shape, context_tokens=num_computed, most=most)
+        return self._budget.tokens_left(
+            shape, context_tokens=num_computed, most=most, needs_logits=request.needs_logits
+        )
 
     def _scored_tokens_that_fit(self, shape: StepShape, *, context_tokens: int, most: int) -> int:
         """Where log-probabilities of a prompt are told, the output layer computes a row for each of its tokens, which

@@ -7,13 +7,16 @@ throughout, so in bfloat16 it rounds less often. Called by `runner`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from stallfree_worker.model.batch_inputs import BatchInputs
 from stallfree_worker.model.cpu import library
-from stallfree_worker.model.cpu.packed import PackedMatrix
+from stallfree_worker.model.cpu.draws import mask_addresses
+from stallfree_worker.model.cpu.packed import TILE_ROWS, PackedMatrix
+from stallfree_worker.model.cpu.sketch import Sketch
 from stallfree_worker.model.draw import Logits
 from stallfree_worker.model.families import DecoderConfig
 from stallfree_worker.model.kv_cache import KVCache
@@ -23,6 +26,7 @@ from stallfree_worker.model.weights import DecoderWeights, LayerWeights
 _BLOCK_SIZES = (16, 32, 64, 128)
 _MOST_HEAD_DIM = 256
 _MOST_GROUPED_HEADS = 48
+_MOST_SKETCHED_INPUTS = 16_384
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -63,7 +67,8 @@ class CpuDecoder:
             layer.gate_up.interleave_halves()
         self._ropes = _Ropes(config)
         self._layers = _layers(config, weights, self._ropes)
-        self._struct = _struct(config, weights, self._layers, self._ropes, block_size=block_size)
+        self._sketch = _sketch(config, weights, num_threads)
+        self._struct = _struct(config, weights, self._layers, self._ropes, self._sketch, block_size=block_size)
         self._cache: KVCache | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scratch_tokens = 0
@@ -72,6 +77,7 @@ class CpuDecoder:
         self._logits_memory = torch.empty(0, self._num_ids)
         self._maxima_memory = torch.empty(0, self._most_maxima)
         self._logits = self._logits_of(0)
+        self._bounds = torch.empty(0)
 
     def prepare(self, cache: KVCache) -> None:
         """Tells the kernels where the cache is."""
@@ -113,6 +119,31 @@ class CpuDecoder:
             self._struct, batch, _address(hidden), self._scratch_for(num_tokens), self._num_threads
         )
         return hidden
+
+    @property
+    def finds_likeliest(self) -> bool:
+        return self._sketch is not None
+
+    def find_likeliest(self, hidden: Tensor, rows: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
+        """See `Decoder`."""
+        if self._sketch is None:
+            raise ValueError("this decoder finds nothing without logits")
+        num_rows, num_tiles = len(rows), -(-self._num_ids // TILE_ROWS)
+        if self._bounds.numel() < num_rows * num_tiles:
+            self._bounds = torch.empty(num_rows * num_tiles)
+        tokens = torch.empty(num_rows, dtype=torch.int64)
+        self._library.stallfree_find_likeliest(
+            self._struct,
+            _address(hidden),
+            _address(rows),
+            num_rows,
+            mask_addresses(allowed, num_rows=num_rows, num_ids=self._num_ids),
+            _address(tokens),
+            _address(self._bounds),
+            self._scratch_for(num_rows),
+            self._num_threads,
+        )
+        return tokens
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Logits:
         """See `Decoder`; float32. The next call writes over them: fresh memory for so many would have to be cleared by
@@ -187,11 +218,21 @@ def _layer(weights: LayerWeights[PackedMatrix], *, rope: int, window: int | None
     )
 
 
+def _sketch(config: DecoderConfig, weights: DecoderWeights[PackedMatrix], num_threads: int) -> Sketch | None:
+    """None where the output layer's matrix has 8 bits anyway or is exact, where what follows it moves logits, and where
+    sums are so long that their rounding is not accounted for."""
+    is_alike = weights.head.tiles.dtype == torch.bfloat16 and config.logit_softcap is None
+    if not is_alike or config.hidden_size > _MOST_SKETCHED_INPUTS:
+        return None
+    return Sketch(_matrix(weights.head), num_threads=num_threads)
+
+
 def _struct(
     config: DecoderConfig,
     weights: DecoderWeights[PackedMatrix],
     layers: ctypes.Array[library.Layer],
     ropes: _Ropes,
+    sketch: Sketch | None,
     *,
     block_size: int,
 ) -> library.DecoderStruct:
@@ -201,6 +242,7 @@ def _struct(
     return library.DecoderStruct(
         layers=layers,
         head=_matrix(weights.head),
+        sketch=library.Sketch() if sketch is None else sketch.struct,
         final_norm=_address(weights.final_norm),
         embedding=_address(weights.embedding),
         inverse_frequencies=_address(ropes.inverse_frequencies),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_void_p
@@ -32,9 +33,6 @@ def draw_plainly(
     what is allowed. With the `maxima` that came with all of these rows, and no others, the
     likeliest of all ids is found without reading most of a row."""
     num_rows, num_ids = logits.shape
-    for mask in allowed:
-        if mask is not None and (mask.shape, mask.dtype) != ((-(-num_ids // WORD_BITS),), torch.int32):
-            raise ValueError(f"a mask of shape {tuple(mask.shape)} is not for {num_ids} ids")
     tokens = torch.empty(num_rows, dtype=torch.int64)
     library.load_library().stallfree_draw(
         logits.data_ptr(),
@@ -43,8 +41,18 @@ def draw_plainly(
         num_ids,
         (c_float * num_rows)(*temperatures),
         (c_double * num_rows)(*shares),
-        (c_void_p * num_rows)(*[0 if mask is None else mask.data_ptr() for mask in allowed]),
+        mask_addresses(allowed, num_rows=num_rows, num_ids=num_ids),
         tokens.data_ptr(),
         torch.get_num_threads(),
     )
     return tokens
+
+
+def mask_addresses(masks: Sequence[Tensor | None], *, num_rows: int, num_ids: int) -> ctypes.Array[c_void_p]:
+    """Of what is allowed of so many ids in each row: null where all are."""
+    if len(masks) != num_rows:
+        raise ValueError(f"{len(masks)} masks are not for {num_rows} rows")
+    for mask in masks:
+        if mask is not None and (mask.shape, mask.dtype) != ((-(-num_ids // WORD_BITS),), torch.int32):
+            raise ValueError(f"a mask of shape {tuple(mask.shape)} is not for {num_ids} ids")
+    return (c_void_p * num_rows)(*[0 if mask is None else mask.data_ptr() for mask in masks])

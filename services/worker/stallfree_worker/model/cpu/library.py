@@ -16,7 +16,7 @@ import torch
 from stallfree_worker.model.errors import ModelLoadError
 
 LIBRARY_PATH = Path(__file__).with_name("_kernels.so")
-_INTERFACE = 3
+_INTERFACE = 4
 """Of `stallfree_interface` in `native/decoder.cpp`: raised there and here together."""
 
 
@@ -27,6 +27,15 @@ class Matrix(ctypes.Structure):
         ("scales", c_void_p),
         ("num_outputs", c_int32),
         ("num_inputs", c_int32),
+    )
+
+
+class Sketch(ctypes.Structure):
+    _fields_ = (
+        ("tiles", c_void_p),
+        ("scales", c_void_p),
+        ("per_input", c_void_p),
+        ("per_error", c_void_p),
     )
 
 
@@ -54,6 +63,7 @@ class DecoderStruct(ctypes.Structure):
     _fields_ = (
         ("layers", POINTER(Layer)),
         ("head", Matrix),
+        ("sketch", Sketch),
         ("final_norm", c_void_p),
         ("embedding", c_void_p),
         ("inverse_frequencies", c_void_p),
@@ -130,7 +140,7 @@ def _fits(library: ctypes.CDLL) -> bool:
         return False
     library.stallfree_struct_bytes.argtypes = (c_int,)
     library.stallfree_struct_bytes.restype = c_int
-    structs = (Matrix, Layer, DecoderStruct, Tables, Batch)
+    structs = (Matrix, Sketch, Layer, DecoderStruct, Tables, Batch)
     sizes = [library.stallfree_struct_bytes(number) for number in range(len(structs))]
     return sizes == [ctypes.sizeof(struct) for struct in structs]
 
@@ -153,6 +163,20 @@ def _declare(library: ctypes.CDLL) -> None:
         c_int,
     )
     library.stallfree_logits.restype = None
+    library.stallfree_make_sketch.argtypes = (POINTER(Matrix), POINTER(Sketch), c_int)
+    library.stallfree_make_sketch.restype = None
+    library.stallfree_find_likeliest.argtypes = (
+        POINTER(DecoderStruct),
+        c_void_p,
+        c_void_p,
+        c_int,
+        POINTER(c_void_p),
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_int,
+    )
+    library.stallfree_find_likeliest.restype = None
     library.stallfree_most_maxima.argtypes = (c_int,)
     library.stallfree_most_maxima.restype = c_int
     library.stallfree_draw.argtypes = (
