@@ -233,8 +233,8 @@ def test_streams_go_on_while_a_grammar_is_compiled(runner: ModelRunner, tokenize
         num_steps += 1
         num_stream_tokens += sum(event.request_id == "0" for event in events)
         first_of_heavy = next((event.token_id for event in events if event.request_id == "1"), None)
+        assert num_stream_tokens == min(num_steps, stream.sampling.max_tokens)
     assert num_steps > 1
-    assert num_stream_tokens == num_steps
     assert tokenizer.decode([first_of_heavy]) == "{"
     driver.engine.cancel(RequestId("0"))
     driver.engine.cancel(RequestId("1"))
