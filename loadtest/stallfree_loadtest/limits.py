@@ -39,7 +39,8 @@ class Limits:
         return num_tokens / self._seconds(num_bytes, operations)
 
     def decode_tokens_per_second(self, num_streams: int, context_tokens: int) -> float:
-        """Of streams that all have a context of this length."""
+        """Of streams that all have a context of this length, and logits. Who finds greedy tokens without logits may be
+        beyond it."""
         seen = sum(_seen(context_tokens, window) for window in self.windows)
         weights = self.layer_weights + self.head_weights
         operations = num_streams * (2 * weights + 4 * self.query_size * seen)

@@ -65,7 +65,7 @@ class Work:
     """Those of them that only rows of logits are multiplied with: in the last layer, others have their keys and values
     made and nothing else."""
     head_weights: int
-    """That every row of logits is made with."""
+    """That every row of logits is made with; greedy tokens may do without logits."""
     query_size: int
     kv_size: int
     """Numbers in a token's keys, or values, of one layer; those of all query heads together are `query_size`."""

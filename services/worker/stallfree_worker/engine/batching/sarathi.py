@@ -63,7 +63,7 @@ def _displace(batch: Batch) -> None:
 
 
 def _add_prefills(batch: Batch, candidates: _Candidates) -> None:
-    while batch.has_room_for_prefill and (request := candidates.pop()) is not None:
+    while candidates and batch.has_room_for_prefill and (request := candidates.pop()) is not None:
         if not batch.is_running(request):
             if not batch.has_room_for(request):
                 continue
@@ -91,6 +91,9 @@ class _Candidates:
         waiting = [request for request in firsts if request.line not in self._num_begun]
         self._heap = [self._entry(request) for request in (*begun, *waiting)]
         heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def pop(self) -> Request | None:
         """The next that may compute, running or waiting."""
