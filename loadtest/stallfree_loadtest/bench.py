@@ -247,12 +247,15 @@ def run_row(run: BenchRun) -> dict[str, object]:
 
 def _ratios(runs: Sequence[BenchRun], measure: str, *, to: str) -> Spread:
     """Ours to another, round by round: what the machine does for a while meets both."""
-    own, other = (
-        {run.round_number: run.tokens_per_second for run in runs if (run.contender, run.measure) == (name, measure)}
-        for name in (OURS, to)
-    )
+    own, other = (_by_round(runs, name, measure) for name in (OURS, to))
     return spread(own[number] / other[number] for number in own.keys() & other.keys())
 
 
 def _figure(runs: Sequence[BenchRun], contender: str, measure: str) -> Spread:
-    return spread(run.tokens_per_second for run in runs if (run.contender, run.measure) == (contender, measure))
+    return spread(_by_round(runs, contender, measure).values())
+
+
+def _by_round(runs: Sequence[BenchRun], contender: str, measure: str) -> dict[int, float]:
+    return {
+        run.round_number: run.tokens_per_second for run in runs if (run.contender, run.measure) == (contender, measure)
+    }

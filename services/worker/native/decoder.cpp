@@ -465,8 +465,8 @@ template <class T>
 void head(const StallfreeDecoder& decoder, const float* hidden, const std::int64_t* rows, int num_rows, float* logits,
           float* maxima, char* scratch, int num_threads) {
   const int size = decoder.hidden_size;
-  T* normed = reinterpret_cast<T*>(scratch);
-  char* integers = scratch + std::int64_t{num_rows} * size * std::int64_t{sizeof(T)};
+  T* normed = take<T>(scratch, std::int64_t{num_rows} * size);
+  char* integers = take<char>(scratch, num_rows * integer_row_bytes(size / 4));
   const Matrix matrix = matrix_of(decoder.head);
   const int tiles_per_maximum = ids_per_maximum(num_rows) / kWidth;
   const int num_maxima = (matrix.num_tiles + tiles_per_maximum - 1) / tiles_per_maximum;

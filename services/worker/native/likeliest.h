@@ -147,13 +147,16 @@ class Search {
   // that was computed, is NaN or infinite, or nothing is allowed.
   std::int64_t run(float* bounds) {
     const Logits of_tiles{bounds, matrix_.num_tiles, nullptr};
-    if (!std::isfinite(sound_largest(of_tiles))) {
+    float most = sound_largest(of_tiles);
+    if (!std::isfinite(most)) {
       return kNoToken;
     }
-    for (int tile = 0; allowed_ != nullptr && tile < matrix_.num_tiles; ++tile) {
-      bounds[tile] = ids_of(tile) == 0 ? kNever : bounds[tile];
+    if (allowed_ != nullptr) {
+      for (int tile = 0; tile < matrix_.num_tiles; ++tile) {
+        bounds[tile] = ids_of(tile) == 0 ? kNever : bounds[tile];
+      }
+      most = sound_largest(of_tiles);
     }
-    const float most = sound_largest(of_tiles);
     if (most == kNever) {
       return kNoToken;
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 from stallfree_worker.model.batch_inputs import BatchInputs
 from stallfree_worker.model.cpu import library
 from stallfree_worker.model.cpu.draws import mask_addresses
-from stallfree_worker.model.cpu.packed import TILE_ROWS, PackedMatrix
+from stallfree_worker.model.cpu.packed import PackedMatrix
 from stallfree_worker.model.cpu.sketch import Sketch
 from stallfree_worker.model.draw import Logits
 from stallfree_worker.model.families import DecoderConfig
@@ -128,7 +128,7 @@ class CpuDecoder:
         """See `Decoder`."""
         if self._sketch is None:
             raise ValueError("this decoder finds nothing without logits")
-        num_rows, num_tiles = len(rows), -(-self._num_ids // TILE_ROWS)
+        num_rows, num_tiles = len(rows), len(self._weights.head.tiles)
         if self._bounds.numel() < num_rows * num_tiles:
             self._bounds = torch.empty(num_rows * num_tiles)
         tokens = torch.empty(num_rows, dtype=torch.int64)

@@ -30,8 +30,8 @@ def draw_plainly(
     """logits float32 [num_rows, num_ids], contiguous → int64 [num_rows]: of each row the likeliest id where its
     temperature is 0, else the one at which the running sum of its distribution passes `shares`, in [0, 1). Only ids
     that are `allowed` (see `id_masks`), where that is told. -1 where the row has NaN or +inf, or nothing but -inf in
-    what is allowed. With the `maxima` that came with all of these rows, and no others, the
-    likeliest of all ids is found without reading most of a row."""
+    what is allowed. With the `maxima` that came with all of these rows, and no others, the likeliest of all ids is
+    found without reading most of a row."""
     num_rows, num_ids = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64)
     library.load_library().stallfree_draw(

@@ -10,6 +10,7 @@ import ctypes
 import functools
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -109,6 +110,29 @@ class Batch(ctypes.Structure):
     )
 
 
+_FUNCTIONS: dict[str, tuple[type[Any] | None, tuple[type[Any], ...]]] = {
+    "stallfree_is_supported": (c_int, (c_int,)),
+    "stallfree_scratch_bytes": (c_int64, (POINTER(DecoderStruct), c_int64, c_int)),
+    "stallfree_forward": (None, (POINTER(DecoderStruct), POINTER(Batch), c_void_p, c_void_p, c_int)),
+    "stallfree_logits": (
+        None,
+        (POINTER(DecoderStruct), c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int),
+    ),
+    "stallfree_make_sketch": (None, (POINTER(Matrix), POINTER(Sketch), c_int)),
+    "stallfree_find_likeliest": (
+        None,
+        (POINTER(DecoderStruct), c_void_p, c_void_p, c_int, POINTER(c_void_p), c_void_p, c_void_p, c_void_p, c_int),
+    ),
+    "stallfree_most_maxima": (c_int, (c_int,)),
+    "stallfree_draw": (
+        None,
+        (c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p, POINTER(c_void_p), c_void_p, c_int),
+    ),
+    "stallfree_read": (c_int64, (c_void_p, c_int64, c_int)),
+}
+"""What each gives, and takes."""
+
+
 def reason_against(dtype: torch.dtype) -> str | None:
     """Why the kernels cannot compute in `dtype` here; None where they can."""
     if not LIBRARY_PATH.exists():
@@ -146,50 +170,6 @@ def _fits(library: ctypes.CDLL) -> bool:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    library.stallfree_is_supported.argtypes = (c_int,)
-    library.stallfree_is_supported.restype = c_int
-    library.stallfree_scratch_bytes.argtypes = (POINTER(DecoderStruct), c_int64, c_int)
-    library.stallfree_scratch_bytes.restype = c_int64
-    library.stallfree_forward.argtypes = (POINTER(DecoderStruct), POINTER(Batch), c_void_p, c_void_p, c_int)
-    library.stallfree_forward.restype = None
-    library.stallfree_logits.argtypes = (
-        POINTER(DecoderStruct),
-        c_void_p,
-        c_void_p,
-        c_int,
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_int,
-    )
-    library.stallfree_logits.restype = None
-    library.stallfree_make_sketch.argtypes = (POINTER(Matrix), POINTER(Sketch), c_int)
-    library.stallfree_make_sketch.restype = None
-    library.stallfree_find_likeliest.argtypes = (
-        POINTER(DecoderStruct),
-        c_void_p,
-        c_void_p,
-        c_int,
-        POINTER(c_void_p),
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_int,
-    )
-    library.stallfree_find_likeliest.restype = None
-    library.stallfree_most_maxima.argtypes = (c_int,)
-    library.stallfree_most_maxima.restype = c_int
-    library.stallfree_draw.argtypes = (
-        c_void_p,
-        c_void_p,
-        c_int,
-        c_int,
-        c_void_p,
-        c_void_p,
-        POINTER(c_void_p),
-        c_void_p,
-        c_int,
-    )
-    library.stallfree_draw.restype = None
-    library.stallfree_read.argtypes = (c_void_p, c_int64, c_int)
-    library.stallfree_read.restype = c_int64
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
