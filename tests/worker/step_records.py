@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from stallfree_shared.wire import RequestId
 from stallfree_worker.engine.step import StepRecord
 
@@ -34,8 +32,7 @@ RECORD = StepRecord(
 
 def step_record(*chunks: tuple[str, int, int], num_decodes: int = 0, **changes: object) -> StepRecord:
     """A step of 20 ms with `chunks`, each a request id, its tokens, and the tokens before them; decodes first."""
-    return dataclasses.replace(
-        RECORD,
+    return RECORD._replace(
         request_ids=tuple(RequestId(request_id) for request_id, _, _ in chunks),
         chunk_tokens=tuple(num_tokens for _, num_tokens, _ in chunks),
         context_tokens=tuple(context for _, _, context in chunks),

@@ -53,7 +53,7 @@ def _engine(budget: TokenBudget | None = None, *, overlaps: bool = False) -> Eng
 class _StopAfter:
     """Takes reports, and sends commands at given report numbers: the front of these tests."""
 
-    def __init__(self, commands: queue.Queue[Command], plan: dict[int, Command], *, stop_at: int) -> None:
+    def __init__(self, commands: queue.SimpleQueue[Command], plan: dict[int, Command], *, stop_at: int) -> None:
         self.reports: list[EngineReport] = []
         self._commands = commands
         self._plan = {**plan, stop_at: Stop()}
@@ -65,7 +65,7 @@ class _StopAfter:
 
 
 def _run(engine: Engine, plan: dict[int, Command], *, stop_at: int) -> list[EngineReport]:
-    commands: queue.Queue[Command] = queue.Queue()
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     front = _StopAfter(commands, plan, stop_at=stop_at)
     EngineLoop(engine, commands=commands, send_report=front).run()
     return front.reports
@@ -124,7 +124,7 @@ class PatientRunner(ScriptedRunner):
 def test_tokens_leave_while_the_next_step_is_computed() -> None:
     runner = PatientRunner()
     engine = Engine(SchedulerSettings(), runner, Clock(), execution=ThreadExecution(runner))
-    commands: queue.Queue[Command] = queue.Queue()
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     commands.put(_submit("a", *[A] * 5))
     tokens: list[int | None] = []
 

@@ -6,8 +6,8 @@ import pickle
 
 from stallfree_shared.errors import StepFailedError
 from stallfree_shared.wire import RequestId, TokenLogprobs
-from stallfree_shared.worker_status import StepTimeCoefficients
 from stallfree_worker.engine.step import EngineEvent, EngineStatus, StepReport
+from stallfree_worker.engine.step_time import StepTimeLine
 from stallfree_worker.engine_messages import EngineReport
 from tests.worker.step_records import step_record
 
@@ -19,7 +19,7 @@ STATUS = EngineStatus(
     token_budget_tokens=512,
     prefill_tokens_left=5,
     expected_output_tokens_left=6,
-    step_time=StepTimeCoefficients(base_seconds=0.01, seconds_per_token=0.001),
+    step_time=StepTimeLine(base_seconds=0.01, seconds_per_token=0.001),
     step_time_error_ratio=0.5,
 )
 
@@ -29,7 +29,7 @@ LOGPROBS = TokenLogprobs(logprob=-0.5, top=((4, -0.25), (7, -0.5)))
 def test_report_comes_through_the_pipe_as_it_was() -> None:
     token = EngineEvent(
         request_id=RequestId("a"),
-        index=3,
+        output_index=3,
         token_id=7,
         num_prompt_tokens=4,
         num_cached_tokens=2,
@@ -40,10 +40,14 @@ def test_report_comes_through_the_pipe_as_it_was() -> None:
         stall_cause="prefill",
     )
     failure = EngineEvent(
-        request_id=RequestId("b"), index=0, token_id=None, num_prompt_tokens=1, error=StepFailedError("NaN").info
+        request_id=RequestId("b"), output_index=0, token_id=None, num_prompt_tokens=1, error=StepFailedError("NaN").info
     )
     prompt = EngineEvent(
-        request_id=RequestId("c"), index=0, token_id=None, num_prompt_tokens=3, prompt_logprobs=(LOGPROBS, LOGPROBS)
+        request_id=RequestId("c"),
+        output_index=0,
+        token_id=None,
+        num_prompt_tokens=3,
+        prompt_logprobs=(LOGPROBS, LOGPROBS),
     )
     step = StepReport(events=(token, failure, prompt), status=STATUS, record=step_record())
     report = EngineReport(step=step, submits_taken=9)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
-from stallfree_shared.worker_status import StepTimeCoefficients, WorkerStatus
+from stallfree_shared.worker_status import WorkerStatus
 from stallfree_worker.engine.step import EngineStatus
+from stallfree_worker.engine.step_time import StepTimeLine
 from stallfree_worker.settings import SchedulerSettings
 from stallfree_worker.status import StatusBook
 
@@ -19,7 +20,7 @@ def _engine_status(*, requests_running: int = 0) -> EngineStatus:
         token_budget_tokens=512,
         prefill_tokens_left=0,
         expected_output_tokens_left=0,
-        step_time=StepTimeCoefficients(base_seconds=0.01, seconds_per_token=0.001),
+        step_time=StepTimeLine(base_seconds=0.01, seconds_per_token=0.001),
         step_time_error_ratio=0.0,
     )
 

@@ -33,12 +33,11 @@ struct CacheShape {
   std::int64_t block_bytes;
 };
 
-// One KV group's tables, as in Python's `PagedTables`.
+// One KV group's tables, as in Python's `GroupTables`.
 struct Tables {
-  const std::int32_t* seqlens_k;     // [num_sequences]
-  const std::int32_t* block_tables;  // [num_sequences, max_blocks]
-  const std::int32_t* starts;        // [num_sequences]: position of the first token in the table
-  std::int64_t max_blocks;
+  const std::int32_t* kv_lengths;           // [num_sequences]: tokens in the blocks of the table
+  const std::int32_t* const* block_tables;  // [num_sequences]: each as long as its sequence
+  const std::int32_t* starts;               // [num_sequences]: position of the first token in the table
 };
 
 struct AttentionRule {
@@ -112,7 +111,7 @@ class Attention {
                AttentionScratch<T>& own) const {
     const int head_dim = shape_.head_dim;
     const int num_rows = (task.end - task.first) * group_;
-    const int offset = tables_.seqlens_k[task.sequence] - num_queries;  // of the first query among the keys
+    const int offset = tables_.kv_lengths[task.sequence] - num_queries;  // of the first query among the keys
     for (int row = 0; row < num_rows; ++row) {
       std::memcpy(own.queries + row * head_dim, at(q, first_row, task, row), sizeof(T) * head_dim);
       own.largest[row] = -std::numeric_limits<float>::infinity();
@@ -145,7 +144,7 @@ class Attention {
   }
 
   const char* head_of(const char* cache, const AttentionTask& task, int block) const {
-    const std::int32_t number = tables_.block_tables[task.sequence * tables_.max_blocks + block];
+    const std::int32_t number = tables_.block_tables[task.sequence][block];
     return cache + number * shape_.block_bytes + task.kv_head * shape_.head_bytes;
   }
 

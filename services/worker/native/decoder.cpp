@@ -87,10 +87,12 @@ struct StallfreeBatch {
   const std::int32_t* cu_seqlens_q;  // [num_sequences + 1]
   const std::int32_t* num_shared;    // [num_sequences]: so many of the text stand in the cache and are not written again
   const std::int64_t* wanted_rows;   // [num_wanted], rising: the rows whose output anybody wants
+  const std::int64_t* fresh_blocks;  // [num_fresh]: blocks of any group that are cleared first
   const Tables* tables;              // [num_groups]
   std::int32_t num_tokens;
   std::int32_t num_sequences;
   std::int32_t num_wanted;
+  std::int32_t num_fresh;
 };
 
 }  // extern "C"
@@ -177,9 +179,17 @@ class ForwardPass {
     return num_tokens * per_token + std::int64_t{sizeof(AttentionScratch<T>)} * num_threads + 11 * 64;
   }
 
-  int most_stages() const { return 1 + kMostLayerStages * decoder_.num_layers; }
+  int most_stages() const { return 2 + kMostLayerStages * decoder_.num_layers; }
 
   void run(Member& member) {
+    if (batch_.num_fresh > 0) {
+      const std::vector<char*> caches = distinct_caches();
+      member.share_small(batch_.num_fresh, [&](int place) {
+        for (char* cache : caches) {
+          std::memset(cache + batch_.fresh_blocks[place] * shape_.block_bytes, 0, shape_.block_bytes);
+        }
+      });
+    }
     member.share_small(batch_.num_tokens, [&](int row) {
       find_angles(row);
       embed(row);
@@ -223,6 +233,19 @@ class ForwardPass {
       }
     }
     return tasks;
+  }
+
+  // Keys and values of all layers: those of one place in their groups are in one.
+  std::vector<char*> distinct_caches() const {
+    std::vector<char*> caches;
+    for (int number = 0; number < decoder_.num_layers; ++number) {
+      for (char* cache : {decoder_.layers[number].keys, decoder_.layers[number].values}) {
+        if (std::find(caches.begin(), caches.end(), cache) == caches.end()) {
+          caches.push_back(cache);
+        }
+      }
+    }
+    return caches;
   }
 
   // From the first that is wanted to the last.
@@ -355,7 +378,7 @@ class ForwardPass {
     const int sequence = sequence_of_row_[row];
     const bool is_shared = batch_.positions[row] < batch_.num_shared[sequence];
     const std::int64_t place = batch_.positions[row] - tables.starts[sequence];
-    const std::int64_t block = tables.block_tables[sequence * tables.max_blocks + place / shape_.block_size];
+    const std::int64_t block = tables.block_tables[sequence][place / shape_.block_size];
     const int slot = static_cast<int>(place % shape_.block_size);
     for (int head = 0; head < num_rotated; ++head) {
       float* values = heads + head * dim;
@@ -530,7 +553,7 @@ void find_likeliest(const StallfreeDecoder& decoder, const float* hidden, const 
 extern "C" {
 
 // One more whenever what is called here, the structures, or how Python lays out weights is no longer the same.
-int stallfree_interface() { return 4; }
+int stallfree_interface() { return 5; }
 
 // Of the structures, in the order in which Python names them: it must mean the same.
 int stallfree_struct_bytes(int number) {

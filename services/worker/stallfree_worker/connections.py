@@ -293,7 +293,7 @@ class Connections:
         return events_by_stream
 
     def _note(self, request: ServedRequest, event: EngineEvent) -> TokenEvent:
-        if event.token_id is not None and event.index == 0:
+        if event.token_id is not None and event.output_index == 0:
             self._metrics.time_to_first_token.observe(self._clock() - request.timing.received_at)
         told = request.tell(event)
         if event.error is not None:

@@ -7,16 +7,17 @@ of a step, because nothing may hold a GPU that nobody can reach.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import os
+import pickle
 import queue
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 
 from stallfree_shared.errors import StallfreeError
@@ -30,6 +31,7 @@ from stallfree_worker.engine_messages import (
     Cancel,
     Command,
     EngineFailed,
+    EngineMessage,
     EngineReady,
     EngineReport,
     EngineSetup,
@@ -46,7 +48,7 @@ class EngineLoop:
     """Turns commands into engine calls and steps into reports."""
 
     def __init__(
-        self, engine: Engine, *, commands: queue.Queue[Command], send_report: Callable[[EngineReport], None]
+        self, engine: Engine, *, commands: queue.SimpleQueue[Command], send_report: Callable[[EngineReport], None]
     ) -> None:
         self._engine = engine
         self._commands = commands
@@ -101,7 +103,7 @@ class EngineLoop:
     def _make_report(self, step: StepReport) -> EngineReport:
         """Its status includes all submits that were taken so far."""
         if self._refusals:
-            step = dataclasses.replace(step, events=(*self._refusals, *step.events))
+            step = step._replace(events=(*self._refusals, *step.events))
             self._refusals.clear()
         return EngineReport(step=step, submits_taken=self._submits_taken)
 
@@ -109,7 +111,7 @@ class EngineLoop:
 def _refusal(request: NewRequest, error: StallfreeError) -> EngineEvent:
     return EngineEvent(
         request_id=request.request_id,
-        index=0,
+        output_index=0,
         token_id=None,
         num_prompt_tokens=len(request.prompt_token_ids),
         error=error.info,
@@ -133,7 +135,12 @@ def _ready(loaded: LoadedModel, engine: Engine) -> EngineReady:
     )
 
 
-def _read_commands(pipe: Connection, commands: queue.Queue[Command]) -> None:
+def _send(pipe: Connection, message: EngineMessage) -> None:
+    """Not the pipe's own way: its pickler is made for more, and takes as long as the message."""
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def _read_commands(pipe: Connection, commands: queue.SimpleQueue[Command]) -> None:
     """Empties the pipe at once, so that a long step never holds up the front; ends the process with the pipe."""
     try:
         while True:
@@ -142,10 +149,10 @@ def _read_commands(pipe: Connection, commands: queue.Queue[Command]) -> None:
         os._exit(1)
 
 
-def _serve(setup: EngineSetup, commands: queue.Queue[Command], reports: Connection) -> None:
+def _serve(setup: EngineSetup, commands: queue.SimpleQueue[Command], send: Callable[[EngineMessage], None]) -> None:
     settings: WorkerSettings = setup.settings
     started_at = time.monotonic()
-    loaded = setup.load_model(settings, reports.send)
+    loaded = setup.load_model(settings, send)
     overlaps = settings.overlap == "on" or (settings.overlap == "auto" and loaded.leaves_host_free)
     execution = ThreadExecution(loaded.runner) if overlaps else InlineExecution(loaded.runner)
     # the first steps of a model are slow: not learned from
@@ -168,8 +175,8 @@ def _serve(setup: EngineSetup, commands: queue.Queue[Command], reports: Connecti
             "load_seconds": round(time.monotonic() - started_at, 3),
         },
     )
-    reports.send(ready)
-    EngineLoop(engine, commands=commands, send_report=reports.send).run()
+    send(ready)
+    EngineLoop(engine, commands=commands, send_report=send).run()
 
 
 def main() -> int:
@@ -177,16 +184,18 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]), writable=False)
-    reports = Connection(int(sys.argv[2]), readable=False)
+    send = partial(_send, Connection(int(sys.argv[2]), readable=False))
     setup: EngineSetup = pipe.recv()
     configure_logging(service="stallfree-engine", level=setup.settings.log_level, log_format=setup.settings.log_format)
-    commands: queue.Queue[Command] = queue.Queue()  # bounded by the front: it counts what the engine has not yet taken
+    commands: queue.SimpleQueue[Command] = (
+        queue.SimpleQueue()
+    )  # bounded by the front: it counts what the engine has not yet taken
     threading.Thread(target=_read_commands, args=(pipe, commands), name="commands", daemon=True).start()
     try:
-        _serve(setup, commands, reports)
+        _serve(setup, commands, send)
     except Exception as error:
         _logger.exception("engine failed")
-        reports.send(EngineFailed(reason=f"{type(error).__name__}: {error}"))
+        send(EngineFailed(reason=f"{type(error).__name__}: {error}"))
         return 1
     return 0
 

@@ -216,7 +216,7 @@ class WorkerMetrics:
 
     def _observe_token(self, event: EngineEvent) -> None:
         self.generated_tokens.inc()
-        if event.index == 0:
+        if event.output_index == 0:
             self.prompt_tokens.inc(event.num_prompt_tokens)
         if event.time_between_tokens_seconds is not None:
             self.time_between_tokens.observe(event.time_between_tokens_seconds)

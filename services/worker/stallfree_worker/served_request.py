@@ -42,17 +42,17 @@ class ServedRequest:
         self.num_cached_tokens = event.num_cached_tokens
         has_token = event.token_id is not None
         if has_token:
-            self.num_output_tokens = event.index + 1
+            self.num_output_tokens = event.output_index + 1
         is_last = event.finish_reason is not None or event.error is not None
         return TokenEvent(
             request_id=self.request_id,
             attempt=self.attempt,
-            index=event.index,
+            index=event.output_index,
             token_ids=() if event.token_id is None else (event.token_id,),
             logprobs=None if event.logprobs is None else (event.logprobs,),
             prompt_logprobs=event.prompt_logprobs,
             finish_reason=event.finish_reason,
-            usage=self.usage if is_last or (has_token and event.index == 0) else None,
+            usage=self.usage if is_last or (has_token and event.output_index == 0) else None,
             error=event.error,
         )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from stallfree_shared.worker_status import StepTimeCoefficients, WorkerStatus
 from stallfree_worker.engine.step import EngineStatus
+from stallfree_worker.engine.step_time import StepTimeLine
 from stallfree_worker.settings import SchedulerSettings
 
 _STRIDE = 2**20
@@ -25,7 +26,7 @@ _NOTHING = EngineStatus(
     token_budget_tokens=0,
     prefill_tokens_left=0,
     expected_output_tokens_left=0,
-    step_time=StepTimeCoefficients(base_seconds=0.0, seconds_per_token=1e-3),
+    step_time=StepTimeLine(base_seconds=0.0, seconds_per_token=1e-3),
     step_time_error_ratio=0.0,
 )
 
@@ -83,7 +84,7 @@ class StatusBook:
             requests_waiting=engine.requests_waiting,
             prefill_tokens_left=engine.prefill_tokens_left,
             expected_output_tokens_left=engine.expected_output_tokens_left,
-            step_time=engine.step_time,
+            step_time=StepTimeCoefficients(**engine.step_time._asdict()),
         )
 
     def _include(self, submits_taken: int) -> bool:

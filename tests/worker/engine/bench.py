@@ -154,7 +154,7 @@ class Bench:
     def output_of(self, request_id: RequestId) -> list[int]:
         """The tokens told so far, after checking that each index came once and in order."""
         events = self.events_by_id[request_id]
-        assert [event.index for event in events] == list(range(len(events)))
+        assert [event.output_index for event in events] == list(range(len(events)))
         return [event.token_id for event in events if event.token_id is not None]
 
     def finish_reason_of(self, request_id: RequestId) -> FinishReason | None:

@@ -200,10 +200,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
             if life.hashes is not None:
                 life.hashes.append(num_tokens % 2)
             end = start + 1
-            if not self.blocks.can_append(request_id, end):
+            if not self.blocks.append(request_id, end):
                 self._free(request_id)
                 return
-            self.blocks.append(request_id, end)
         self._note_change(request_id, before)
         self._write(request_id, start, end)
         self._read(request_id, start, end)

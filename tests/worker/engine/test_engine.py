@@ -29,7 +29,7 @@ def test_a_prompt_is_admitted_in_the_step_after_its_submission() -> None:
     bench.submit(10)
     report = bench.step()
     assert report.num_prefill_tokens == 10
-    assert [event.index for event in report.events] == [0]
+    assert [event.output_index for event in report.events] == [0]
 
 
 def test_decode_is_scheduled_before_begun_prefill_and_that_before_new_requests() -> None:
@@ -113,7 +113,7 @@ def test_a_request_whose_logits_failed_ends_alone() -> None:
     report = bench.step()
     (event,) = [event for event in report.events if event.request_id == bad]
     assert event.token_id is None
-    assert event.index == 1
+    assert event.output_index == 1
     assert event.error is not None
     assert event.error.code == "step_failed"
     bench.run()

@@ -65,7 +65,7 @@ class Load:
 
     def step(self) -> None:
         for event in self.engine.step().events:
-            if event.request_id == LONG and event.index == 0:
+            if event.request_id == LONG and event.output_index == 0:
                 self.long_ttft = event.time_to_first_token_seconds
             elif event.request_id != LONG and event.time_between_tokens_seconds is not None:
                 self.gaps.append(event.time_between_tokens_seconds)

@@ -37,8 +37,8 @@ class Answer:
     events: list[EngineEvent] = field(default_factory=list)
 
     def note(self, event: EngineEvent) -> None:
-        assert event.index == len(self.token_ids)
-        assert event.token_id is None or event.prompt_logprobs is None or event.index == 0
+        assert event.output_index == len(self.token_ids)
+        assert event.token_id is None or event.prompt_logprobs is None or event.output_index == 0
         self.events.append(event)
         self.token_ids += [] if event.token_id is None else [event.token_id]
         self.logprobs += [] if event.logprobs is None else [event.logprobs]

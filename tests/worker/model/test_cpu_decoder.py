@@ -19,6 +19,7 @@ from stallfree_worker.model.cpu.decoder import CpuDecoder
 from stallfree_worker.model.cpu.packed import PackedMatrix
 from stallfree_worker.model.decoder import TorchDecoder
 from stallfree_worker.model.errors import ModelLoadError
+from stallfree_worker.model.host_numbers import NumberList
 from stallfree_worker.model.loader import load_model
 from stallfree_worker.model.runner import ModelRunner
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, build_tiny_model
@@ -142,7 +143,7 @@ def test_what_others_share_is_not_written(tiny_folder: Callable[[str], Path]) ->
         cached.fill_(77)
     chunk = Texts(runner)._chunk("a", 40, cache)._replace(num_shared_tokens=20)
     plan = StepPlan(step_id=0, chunks=(chunk,), num_decode_tokens=0, num_prefill_tokens=40)
-    runner._decoder.forward(make_batch_inputs(plan, cache, device=torch.device("cpu")), cache)
+    runner._decoder.forward(make_batch_inputs(plan, cache), cache)
     blocks = list(chunk.block_tables[0].blocks[:3])
     for cached in cache.layer(0):
         num_left = [int((cached[block] == 77).sum()) for block in blocks]
@@ -250,7 +251,7 @@ def test_integers_are_computed_with_as_what_they_stand_for(tmp_path: Path, hidde
     norm = decoder._weights.final_norm
     normed = torch.nn.functional.rms_norm(hidden, norm.shape, norm, 1e-6).to(torch.bfloat16).float()
     expected = _rounded(normed) @ _restored(decoder._weights.head).T
-    found = decoder.logits(hidden, torch.arange(num_rows)).values
+    found = decoder.logits(hidden, NumberList.of(range(num_rows))).values
     unrounded = normed @ _restored(decoder._weights.head).T
     assert (found - expected).norm() < 0.25 * (unrounded - expected).norm()  # some inputs lie between two steps
 
@@ -278,16 +279,16 @@ def test_what_is_no_number_spoils_its_own_row_of_integers_and_no_other(
     decoder = quantized_decoder(tiny_folder("llama"))
     torch.manual_seed(0)
     hidden = torch.randn(3, 64)
-    whole = decoder.logits(hidden, torch.arange(3)).values.clone()
+    whole = decoder.logits(hidden, NumberList.of(range(3))).values.clone()
     hidden[1, 7] = bad
-    found = decoder.logits(hidden, torch.arange(3)).values
+    found = decoder.logits(hidden, NumberList.of(range(3))).values
     assert found[1].isnan().all()
     assert torch.equal(found[[0, 2]], whole[[0, 2]])
 
 
 def test_a_row_of_zeros_gives_zeros_with_integers(tiny_folder: Callable[[str], Path]) -> None:
     decoder = quantized_decoder(tiny_folder("llama"))
-    assert decoder.logits(torch.zeros(2, 64), torch.arange(2)).values.count_nonzero() == 0
+    assert decoder.logits(torch.zeros(2, 64), NumberList.of(range(2))).values.count_nonzero() == 0
 
 
 @pytest.mark.parametrize("family", ["llama-bias", "gemma3"])

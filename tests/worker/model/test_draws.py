@@ -13,6 +13,7 @@ import torch
 
 from stallfree_worker.model.cpu.decoder import CpuDecoder
 from stallfree_worker.model.cpu.draws import can_draw, draw_plainly
+from stallfree_worker.model.host_numbers import NumberList
 from stallfree_worker.model.id_masks import mask_of, unpack
 from stallfree_worker.model.loader import load_model
 from stallfree_worker.model.runner import ModelRunner
@@ -92,7 +93,7 @@ def test_maxima_that_the_output_layer_found_change_no_draw(tmp_path: Path, vocab
     hidden = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(num_rows))
     hidden[-1] = 0  # all logits are equal
     hidden[num_rows // 2, 3] = math.nan
-    values, maxima = decoder.logits(hidden, torch.arange(num_rows))
+    values, maxima = decoder.logits(hidden, NumberList.of(range(num_rows)))
     assert maxima is not None
     mask = torch.from_numpy(mask_of(range(1, vocab_size, 3), num_ids=vocab_size))
     temperatures = [0.0 if row % 3 else 0.7 for row in range(num_rows)]

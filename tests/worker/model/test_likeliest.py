@@ -21,6 +21,7 @@ from stallfree_worker.model.cpu.decoder import CpuDecoder
 from stallfree_worker.model.cpu.draws import draw_plainly
 from stallfree_worker.model.cpu.packed import TILE_ROWS, PackedMatrix
 from stallfree_worker.model.families import read_decoder_config
+from stallfree_worker.model.host_numbers import NumberList
 from stallfree_worker.model.id_masks import mask_of
 from stallfree_worker.model.loader import load_model
 from stallfree_worker.model.runner import NOT_FINITE, NOTHING_LEFT, ModelRunner
@@ -62,15 +63,14 @@ def decoder_with_head(folder: Path, matrix: Tensor) -> CpuDecoder:
 
 def by_logits(decoder: CpuDecoder, hidden: Tensor, allowed: list[Tensor | None]) -> list[int]:
     num_rows = len(hidden)
-    values = decoder.logits(hidden, torch.arange(num_rows)).values
+    values = decoder.logits(hidden, NumberList.of(range(num_rows))).values
     tokens: list[int] = draw_plainly(values, [0.0] * num_rows, [0.0] * num_rows, allowed).tolist()
     return tokens
 
 
 def found(decoder: CpuDecoder, hidden: Tensor, allowed: list[Tensor | None]) -> list[int]:
-    assert decoder.finds_likeliest
-    tokens: list[int] = decoder.find_likeliest(hidden, torch.arange(len(hidden)), allowed).tolist()
-    return tokens
+    assert decoder.find_likeliest is not None
+    return decoder.find_likeliest(hidden, NumberList.of(range(len(hidden))), allowed)
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -145,7 +145,7 @@ def test_it_is_that_of_the_logits_to_the_bit(
 
 def assert_bounds_hold(decoder: CpuDecoder, hidden: Tensor) -> None:
     """None of 16 neighbouring logits is larger than their bound: those that `found` has just used."""
-    logits = decoder.logits(hidden, torch.arange(len(hidden))).values
+    logits = decoder.logits(hidden, NumberList.of(range(len(hidden)))).values
     padded = torch.nn.functional.pad(logits, (0, -logits.shape[1] % TILE_ROWS), value=-math.inf)
     tiles = padded.view(len(hidden), -1, TILE_ROWS)
     assert (bounds_of(decoder, tiles.shape[:2]) >= tiles.amax(dim=-1)).all()
@@ -160,7 +160,7 @@ def test_most_of_the_matrix_is_not_read(tmp_path: Path) -> None:
     decoder = decoder_with_head(tmp_path / "model", plain(8000, 192))
     hidden = normal(20, 192, seed=1)
     found(decoder, hidden, [None] * 20)
-    best = decoder.logits(hidden, torch.arange(20)).values.amax(dim=1, keepdim=True)
+    best = decoder.logits(hidden, NumberList.of(range(20))).values.amax(dim=1, keepdim=True)
     assert (bounds_of(decoder, torch.Size((20, 500))) >= best).sum(dim=1).double().mean() < 5
 
 
@@ -204,23 +204,20 @@ def test_with_a_weight_that_is_no_number_no_row_has_one(tmp_path: Path, bad: flo
 
 def test_with_a_soft_cap_there_is_no_such_way(tmp_path: Path) -> None:
     folder = build_tiny_model(tmp_path / "model", "gemma3", final_logit_softcapping=30.0)
-    assert not decoder_of(load(folder)).finds_likeliest
+    assert decoder_of(load(folder)).find_likeliest is None
 
 
 def test_masks_for_other_rows_are_refused(tmp_path: Path) -> None:
     decoder = decoder_with_head(tmp_path / "model", plain(999, 64))
     with pytest.raises(ValueError, match="1 masks are not for 2 rows"):
-        decoder.find_likeliest(torch.zeros(2, 64), torch.arange(2), [None])
+        found(decoder, torch.zeros(2, 64), [None])
 
 
 @pytest.mark.parametrize(
     "overrides", [{"dtype": "float32"}, {"quantization": "int8"}, {"attention_backend": "reference"}], ids=str
 )
 def test_others_have_no_such_way(tiny_folder: Callable[[str], Path], overrides: dict[str, object]) -> None:
-    runner = load(tiny_folder("llama"), **overrides)
-    assert not runner._decoder.finds_likeliest
-    with pytest.raises((ValueError, NotImplementedError), match="nothing without logits"):
-        runner._decoder.find_likeliest(torch.zeros(1, 64), torch.zeros(1, dtype=torch.int64), [None])
+    assert load(tiny_folder("llama"), **overrides)._decoder.find_likeliest is None
 
 
 def arrival(number: int, **params: object) -> Arrival:
@@ -254,13 +251,13 @@ def test_requests_get_the_tokens_that_they_get_by_logits(
         params = {**params, "stop_token_ids": frozenset(plain_answer.token_ids)}
     requests = [arrival(number, **(params if number == 2 else {})) for number in range(6)]
     find, compute = Mock(wraps=decoder.find_likeliest), Mock(wraps=decoder.logits)
-    monkeypatch.setattr(decoder, "find_likeliest", find)
+    monkeypatch.setattr(CpuDecoder, "find_likeliest", find)
     monkeypatch.setattr(decoder, "logits", compute)
     own = [tokens_of(answer) for answer in ArrivalsDriver(runner, token_budget=40, overlaps=overlaps).run(requests)]
     assert find.called
     assert compute.called == (kind not in {"plain", "structured"})
     find.reset_mock()
-    monkeypatch.setattr(CpuDecoder, "finds_likeliest", False)
+    monkeypatch.setattr(CpuDecoder, "find_likeliest", None)
     assert own == [tokens_of(answer) for answer in ArrivalsDriver(runner, token_budget=40).run(requests)]
     assert not find.called
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from stallfree_shared.wire import MAX_LOGPROBS, RequestId, SamplingParams, TokenLogprobs
 from stallfree_worker.engine.step import BlockTable, Chunk, TokenHistory
 from stallfree_worker.loaded_model import LoadedModel
+from stallfree_worker.model.host_numbers import NumberList
 from stallfree_worker.model.logprobs import prompt_targets, score_drawn, score_prompts
 from tests.worker.model.arrivals import Answer, Arrival, ArrivalsDriver, answer_alone
 from tests.worker.model.engine_driver import SmallPool
@@ -85,7 +86,7 @@ def test_every_prompt_token_but_the_first_is_told_once_across_chunk_borders(
     assert_is(answer.logprobs, reference([*PROMPT, *answer.token_ids])[len(PROMPT) - 1 :], answer.token_ids, 2)
     early = [event for event in answer.events if event.token_id is None]
     assert len(early) == -(-len(PROMPT) // token_budget) - 1
-    assert all(event.index == 0 and not event.finish_reason and event.prompt_logprobs for event in early)
+    assert all(event.output_index == 0 and not event.finish_reason and event.prompt_logprobs for event in early)
 
 
 def test_b16_a_prompt_of_several_chunks_with_one_output_token_is_scored_whole(
@@ -204,11 +205,11 @@ def test_rows_are_computed_a_few_at_a_time_and_in_order() -> None:
     logits = torch.randn(170, 512, generator=torch.Generator().manual_seed(1))
     sizes: list[int] = []
 
-    def logits_of(rows: Tensor) -> Tensor:
+    def logits_of(rows: NumberList) -> Tensor:
         sizes.append(len(rows))
-        return logits[rows]
+        return logits[rows.tolist()]
 
-    scores = score_prompts(chunks, torch.arange(170), logits_of)
+    scores = score_prompts(chunks, NumberList.of(range(170)), logits_of)
     assert max(sizes) <= 64
     assert sum(sizes) == 170
     expected = logits.log_softmax(-1)
@@ -225,7 +226,7 @@ def test_b24_a_prompt_with_a_row_that_is_not_finite_fails_alone(bad: float) -> N
     chunks = [make_chunk(first=0, length=10, prompt=prompt, name=name) for name in ("a", "b", "c")]
     logits = torch.randn(30, 64)
     logits[14, 3] = bad
-    scores = score_prompts(chunks, torch.arange(30), lambda rows: logits[rows])
+    scores = score_prompts(chunks, NumberList.of(range(30)), lambda rows: logits[rows.tolist()])
     assert [scores[RequestId(name)] is None for name in ("a", "b", "c")] == [False, True, False]
 
 

@@ -13,6 +13,7 @@ from stallfree_shared.wire import RequestId, SamplingParams
 from stallfree_worker.engine.step import BlockTable, Chunk, StepPlan
 from stallfree_worker.loaded_model import LoadedModel
 from stallfree_worker.model.batch_inputs import make_batch_inputs
+from stallfree_worker.model.host_numbers import side_by_side
 from stallfree_worker.model.kv_cache import KVCache, KVCacheShape
 from stallfree_worker.model.kv_groups import group_layers
 from stallfree_worker.model.loader import load_model
@@ -48,47 +49,80 @@ def make_cache(*windows: int | None) -> KVCache:
     return KVCache(shape, num_blocks=99, device=torch.device("cpu"))
 
 
-def test_a_plan_becomes_flat_tensors_with_single_tokens_first() -> None:
+CPU = torch.device("cpu")
+
+
+def test_a_plan_becomes_flat_numbers_with_single_tokens_first() -> None:
     prefill = make_chunk("p", (11, 12, 13, 14, 15, 16), num_computed=2, blocks=(7, 3, 9))
     decode = make_chunk("d", (21,), num_computed=4, blocks=(5, 2, 8))
-    inputs = make_batch_inputs(make_plan(prefill, decode), make_cache(), device=torch.device("cpu"))
-    assert inputs.token_ids.tolist() == [21, 11, 12, 13, 14, 15, 16]
-    assert inputs.positions.tolist() == [4, 2, 3, 4, 5, 6, 7]
-    assert inputs.slot_mapping.tolist() == [[8, 30, 31, 12, 13, 14, 15]]
-    assert inputs.sequences.tables[0].block_tables.tolist() == [[5, 2], [7, 3]]
-    assert inputs.sequences.cu_seqlens_q.tolist() == [0, 1, 7]
-    assert inputs.sequences.tables[0].seqlens_k.tolist() == [5, 8]
+    inputs = make_batch_inputs(make_plan(prefill, decode), make_cache())
+    assert inputs.query_lengths == (1, 6)
     assert inputs.logit_rows.tolist() == [0, 6]
     assert [chunk.request_id for chunk in inputs.sampled] == ["d", "p"]
-    assert inputs.fresh_blocks is not None
     assert inputs.fresh_blocks.tolist() == [2]
+    assert (inputs.token_ids.tolist(), inputs.positions.tolist()) == (
+        [21, 11, 12, 13, 14, 15, 16],
+        [4, 2, 3, 4, 5, 6, 7],
+    )
+
+
+def test_tensors_are_the_numbers_of_the_host() -> None:
+    prefill = make_chunk("p", (11, 12, 13, 14, 15, 16), num_computed=2, blocks=(7, 3, 9))
+    decode = make_chunk("d", (21,), num_computed=4, blocks=(5, 2, 8))
+    inputs = make_batch_inputs(make_plan(prefill, decode), make_cache())
+    tensors = inputs.on(CPU, make_cache())
+    assert tensors.token_ids.tolist() == inputs.token_ids.tolist()
+    assert tensors.positions.tolist() == inputs.positions.tolist()
+    assert tensors.slot_mapping.tolist() == [[8, 30, 31, 12, 13, 14, 15]]
+    assert tensors.sequences.query_lengths == (1, 6)
+    assert tensors.sequences.cu_seqlens_q.tolist() == [0, 1, 7]
+    table = tensors.sequences.tables[0]
+    assert (table.block_tables.tolist(), table.seqlens_k.tolist()) == ([[5, 2], [7, 3]], [5, 8])
+    assert {tensors.token_ids.dtype, tensors.slot_mapping.dtype, inputs.logit_rows.on(CPU).dtype} == {torch.int64}
+    assert {table.block_tables.dtype, table.seqlens_k.dtype, tensors.sequences.cu_seqlens_q.dtype} == {torch.int32}
 
 
 def test_short_tables_are_padded_with_the_null_block() -> None:
     chunks = (make_chunk("a", (1,), blocks=(0, 1, 2)), make_chunk("b", (1,) * 9, blocks=(3, 4, 5)))
-    inputs = make_batch_inputs(make_plan(*chunks), make_cache(), device=torch.device("cpu"))
-    assert inputs.sequences.tables[0].block_tables.tolist() == [[0, 99, 99], [3, 4, 5]]
+    tensors = make_batch_inputs(make_plan(*chunks), make_cache()).on(CPU, make_cache())
+    assert tensors.sequences.tables[0].block_tables.tolist() == [[0, 99, 99], [3, 4, 5]]
+
+
+def test_a_table_that_is_too_short_is_refused() -> None:
+    chunks = (make_chunk("a", (1,), blocks=(0,)), make_chunk("b", (1,) * 9, blocks=(3, 4)))
+    with pytest.raises(ValueError, match="does not reach to the end of its chunk"):
+        make_batch_inputs(make_plan(*chunks), make_cache())
 
 
 def test_a_group_with_a_window_has_lengths_and_slots_of_its_own() -> None:
     chunk = make_chunk("p", (1, 2, 3), num_computed=10, blocks=())._replace(
         block_tables=(BlockTable(blocks=(7, 3, 9, 1)), BlockTable(blocks=(5, 6), num_forgotten=2)),
     )
-    inputs = make_batch_inputs(make_plan(chunk), make_cache(None, 3), device=torch.device("cpu"))
+    inputs = make_batch_inputs(make_plan(chunk), make_cache(None, 3))
+    tensors = inputs.on(CPU, make_cache(None, 3))
     assert inputs.positions.tolist() == [10, 11, 12]
-    assert inputs.slot_mapping.tolist() == [[38, 39, 4], [22, 23, 24]]
-    full, window = inputs.sequences.tables
-    assert (full.block_tables.tolist(), full.kv_lengths) == ([[7, 3, 9, 1]], (13,))
-    assert (window.block_tables.tolist(), window.kv_lengths) == ([[5, 6]], (5,))
-    assert inputs.fresh_blocks is not None
+    assert tensors.slot_mapping.tolist() == [[38, 39, 4], [22, 23, 24]]
+    full, window = tensors.sequences.tables
+    assert (full.block_tables.tolist(), full.kv_lengths, full.starts.tolist()) == ([[7, 3, 9, 1]], (13,), [0])
+    assert (window.block_tables.tolist(), window.kv_lengths, window.starts.tolist()) == ([[5, 6]], (5,), [8])
     assert inputs.fresh_blocks.tolist() == [1, 6]
 
 
 def test_shared_tokens_are_written_to_the_waste_block_only() -> None:
     chunk = make_chunk("p", (1,), num_computed=7, blocks=(2, 3))._replace(num_shared_tokens=8)
-    inputs = make_batch_inputs(make_plan(chunk), make_cache(), device=torch.device("cpu"))
-    assert inputs.slot_mapping.tolist() == [[400]]
-    assert inputs.fresh_blocks is None
+    inputs = make_batch_inputs(make_plan(chunk), make_cache())
+    assert inputs.on(CPU, make_cache()).slot_mapping.tolist() == [[400]]
+    assert inputs.fresh_blocks.tolist() == []
+
+
+def test_lists_of_numbers_stand_side_by_side_in_one_memory() -> None:
+    first, empty, last = side_by_side("q", [range(3), (), [2**40, -5]])
+    assert (first.tolist(), empty.tolist(), last.tolist()) == ([0, 1, 2], [], [2**40, -5])
+    assert (len(empty), last.address - first.address) == (0, 3 * 8)
+    assert [part.tolist() for part in (last.part(1, 9), first.part(0, 2), first.part(5, 7))] == [[-5], [0, 1], []]
+    assert (last.on(CPU).tolist(), last.part(1, 2).on(CPU).tolist()) == ([2**40, -5], [-5])
+    assert last.on(CPU).data_ptr() == last.address
+    assert last.part(1, 2).address == last.address + 8
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from torch import Tensor
 from stallfree_shared.wire import RequestId
 from stallfree_worker.engine.step import BlockTable, Chunk, StepPlan
 from stallfree_worker.model.batch_inputs import make_batch_inputs
+from stallfree_worker.model.host_numbers import NumberList
 from stallfree_worker.model.kv_cache import KVCache
 from stallfree_worker.model.runner import ModelRunner
 from tests.support.tiny_models import VOCAB_SIZE
@@ -41,10 +41,9 @@ class Texts:
             num_prefill_tokens=0,
         )
         with torch.inference_mode():
-            device = self.runner._decoder.device
-            inputs = make_batch_inputs(plan, cache, device=device)
-            wanted = torch.tensor(range(len(inputs.token_ids)) if rows is None else rows, device=device)
-            hidden = self.runner._decoder.forward(dataclasses.replace(inputs, wanted_rows=wanted), cache)
+            inputs = make_batch_inputs(plan, cache)
+            wanted = NumberList.of(range(len(inputs.token_ids)) if rows is None else rows)
+            hidden = self.runner._decoder.forward(inputs._replace(wanted_rows=wanted), cache)
             return self.runner._decoder.logits(hidden, wanted).values.clone()
 
     def _chunk(self, name: str, count: int, cache: KVCache) -> Chunk:

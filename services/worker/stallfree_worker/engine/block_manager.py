@@ -177,22 +177,19 @@ class BlockManager:
         self._forget_behind(holding, start)
         self._take_ahead(holding, end, self.layout.window_groups)
 
-    def can_append(self, request_id: RequestId, num_tokens: int) -> bool:
-        """Whether the tables can hold `num_tokens` tokens, all but the last of which are computed; always true where
-        that needs no new block."""
+    def append(self, request_id: RequestId, num_tokens: int) -> bool:
+        """Lets the tables grow until they hold `num_tokens` tokens, all but the last of which are computed, and slides
+        the windows. False where that needs blocks that are not free; then nothing is changed."""
         holding = self._holding_by_id[request_id]
-        if num_tokens <= holding.num_covered_tokens:
+        is_covered = num_tokens <= holding.num_covered_tokens
+        if is_covered and holding.reserved is holding.reserved_for_decode:
             return True
-        return self._missing_claims(holding, num_tokens) <= self.num_free_blocks
-
-    def append(self, request_id: RequestId, num_tokens: int) -> None:
-        """Lets the tables grow until they hold `num_tokens` tokens, and slides the windows. Ask `can_append` first."""
-        holding = self._holding_by_id[request_id]
-        is_first_decode = holding.reserved is not holding.reserved_for_decode
-        if num_tokens > holding.num_covered_tokens or is_first_decode:
-            self._forget_behind(holding, num_tokens - 1)
-            self._reserve(holding, holding.reserved_for_decode)
-            self._take_ahead(holding, num_tokens, range(self.layout.num_groups))
+        if not is_covered and self._missing_claims(holding, num_tokens) > self.num_free_blocks:
+            return False
+        self._forget_behind(holding, num_tokens - 1)
+        self._reserve(holding, holding.reserved_for_decode)
+        self._take_ahead(holding, num_tokens, range(self.layout.num_groups))
+        return True
 
     def commit(self, request_id: RequestId, num_computed_tokens: int) -> None:
         """Notes that the request's first `num_computed_tokens` tokens are computed: others may share the full blocks.
@@ -295,31 +292,39 @@ class BlockManager:
 
     def _forget_behind(self, holding: _Holding, position: int) -> None:
         """Lets windows give back the blocks that no token from `position` on looks back at."""
+        shorter: dict[int, BlockTable] = {}
         for group in self.layout.window_groups:
             table = holding.tables[group]
             num_behind = self.layout.first_needed_block(group, position) - table.num_forgotten
             if num_behind > 0:
                 for block in table.blocks[:num_behind]:
                     self._pool.release(block)
-                self._replace(holding, group, table.blocks[num_behind:], table.num_forgotten + num_behind)
+                forgotten = table.num_forgotten + num_behind
+                shorter[group] = BlockTable(blocks=table.blocks[num_behind:], num_forgotten=forgotten)
+        self._replace(holding, shorter)
 
     def _take_ahead(self, holding: _Holding, num_tokens: int, groups: Iterable[int]) -> None:
         """Lets the tables of `groups` reach as far as `num_tokens` tokens do."""
         end = self.layout.blocks_for(num_tokens)
+        longer: dict[int, BlockTable] = {}
         for group in groups:
             table = holding.tables[group]
             num_missing = end - table.num_forgotten - len(table.blocks)
             if num_missing > 0:
-                self._replace(holding, group, table.blocks + self._pool.take(num_missing), table.num_forgotten)
+                blocks = table.blocks + self._pool.take(num_missing)
+                longer[group] = BlockTable(blocks=blocks, num_forgotten=table.num_forgotten)
+        self._replace(holding, longer)
         holding.num_covered_tokens = self._covered_tokens(holding)
 
-    def _replace(self, holding: _Holding, group: int, blocks: tuple[int, ...], num_forgotten: int) -> None:
-        """Puts another table in the place of a group's. Only what is beyond the reserve is claimed anew."""
-        before, reserved = len(holding.tables[group].blocks), holding.reserved[group]
-        self._num_claimed += max(len(blocks), reserved) - max(before, reserved)
+    def _replace(self, holding: _Holding, changed: Mapping[int, BlockTable]) -> None:
+        """Puts other tables in the place of some groups'. Only what is beyond the reserve is claimed anew."""
+        if not changed:
+            return
+        for group, table in changed.items():
+            before, reserved = len(holding.tables[group].blocks), holding.reserved[group]
+            self._num_claimed += max(len(table.blocks), reserved) - max(before, reserved)
         require(self._num_claimed <= self.num_blocks, "more blocks are taken than were claimed")
-        table = BlockTable(blocks=blocks, num_forgotten=num_forgotten)
-        holding.tables = (*holding.tables[:group], table, *holding.tables[group + 1 :])
+        holding.tables = tuple([changed.get(group, table) for group, table in enumerate(holding.tables)])
 
     def _covered_tokens(self, holding: _Holding) -> int:
         return self.layout.block_size * min([table.num_forgotten + len(table.blocks) for table in holding.tables])

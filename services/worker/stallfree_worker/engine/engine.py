@@ -147,19 +147,20 @@ class Engine:
         return StepReport(events=events, status=self.status(), record=record)
 
     def status(self) -> EngineStatus:
-        scheduler, now = self._scheduler, self._clock()
+        scheduler = self._scheduler
+        load = scheduler.load(self._clock())
         return EngineStatus(
             requests_running=scheduler.num_running,
             requests_waiting=scheduler.num_waiting,
             num_blocks=self._runner.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
             token_budget_tokens=self._budget.typical_tokens,
-            prefill_tokens_left=scheduler.num_prefill_tokens_left,
-            expected_output_tokens_left=scheduler.num_expected_output_tokens_left,
+            prefill_tokens_left=load.num_prefill_tokens_left,
+            expected_output_tokens_left=load.num_expected_output_tokens_left,
             step_time=self._step_time.summary,
             step_time_error_ratio=self._step_time.error_ratio,
-            longest_decode_wait_seconds=scheduler.longest_decode_wait(now),
-            longest_prefill_wait_seconds=scheduler.longest_prefill_wait(now),
+            longest_decode_wait_seconds=load.longest_decode_wait_seconds,
+            longest_prefill_wait_seconds=load.longest_prefill_wait_seconds,
         )
 
     def check_integrity(self) -> None:

@@ -61,6 +61,7 @@ class Request:
     _num_logit_draws: int = field(init=False)
     """Its first so many draws take more than knowing the likeliest token."""
     _looks_back: bool = field(init=False)
+    _expected_output_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.request_id = self.new.request_id
@@ -69,6 +70,7 @@ class Request:
         sampling = self.new.sampling
         self._num_logit_draws = sampling.min_tokens if sampling.wants_only_likeliest else sampling.max_tokens
         self._looks_back = _looks_back(sampling) or sampling.prompt_logprobs is not None
+        self._expected_output_tokens = math.ceil(min(self.new.expected_output_tokens, sampling.max_tokens))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -121,8 +123,7 @@ class Request:
 
     @property
     def expected_output_tokens_left(self) -> int:
-        expected = math.ceil(min(self.new.expected_output_tokens, self.new.sampling.max_tokens))
-        return max(0, expected - self.num_outputs)
+        return max(0, self._expected_output_tokens - self.num_outputs)
 
     @property
     def was_preempted(self) -> bool:

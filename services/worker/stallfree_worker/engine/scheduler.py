@@ -12,6 +12,7 @@ is the same either way; a place that an end leaves is filled one step later.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from stallfree_shared.wire import RequestId, TokenLogprobs
 from stallfree_worker.engine.batching.batch import Batch, BatchLimits
@@ -25,6 +26,18 @@ from stallfree_worker.engine.request import Request
 from stallfree_worker.engine.step import Chunk, EngineEvent, NewRequest, StepPlan, StepResult
 from stallfree_worker.engine.token_budget import TokenBudget
 from stallfree_worker.engine.token_events import failure_event, prompt_logprobs_event, token_event
+
+
+class SchedulerLoad(NamedTuple):
+    """What is still to be done, and how long somebody has waited for it."""
+
+    num_prefill_tokens_left: int
+    """Tokens to compute before every request is decoding, those lost to preemptions included."""
+    num_expected_output_tokens_left: int
+    longest_decode_wait_seconds: float
+    """Since the last token of the request, among those that have drawn one, that waits longest for the next."""
+    longest_prefill_wait_seconds: float
+    """Without a chunk, since its last or its submission, of the prompt that waits longest for one."""
 
 
 class Scheduler:
@@ -78,27 +91,21 @@ class Scheduler:
     def num_free_blocks(self) -> int:
         return self._blocks.num_free_blocks
 
-    @property
-    def num_prefill_tokens_left(self) -> int:
-        """Tokens to compute before every request is decoding, those lost to preemptions included."""
-        running = sum(request.num_tokens_left for request in self._queues.running if not request.is_decoding)
-        return running + self._queues.waiting.num_tokens
-
-    @property
-    def num_expected_output_tokens_left(self) -> int:
-        running = sum(request.expected_output_tokens_left for request in self._queues.running)
-        return running + self._queues.waiting.num_expected_output_tokens
-
-    def longest_decode_wait(self, now: float) -> float:
-        """Seconds since the last token of the request, among those that have drawn one, that waits longest for the
-        next. Costs nothing for requests that wait for their first."""
-        instants = [request.last_token_at for request in self._present() if request.last_token_at is not None]
-        return now - min(instants, default=now)
-
-    def longest_prefill_wait(self, now: float) -> float:
-        """Seconds without a chunk, since its last or its submission, of the prompt that waits longest for one."""
-        instants = [request.waits_since for request in self._present() if request.last_token_at is None]
-        return now - min(instants, default=now)
+    def load(self, now: float) -> SchedulerLoad:
+        """Costs nothing for requests that wait for their first chunk, but for the first of each line."""
+        waiting = self._queues.waiting
+        num_prefill, num_output = waiting.num_tokens, waiting.num_expected_output_tokens
+        for request in self._queues.running:
+            num_output += request.expected_output_tokens_left
+            if not request.is_decoding:
+                num_prefill += request.num_tokens_left
+        last_token_at = waits_since = now
+        for request in self._present():
+            if request.last_token_at is None:
+                waits_since = min(waits_since, request.waits_since)
+            else:
+                last_token_at = min(last_token_at, request.last_token_at)
+        return SchedulerLoad(num_prefill, num_output, now - last_token_at, now - waits_since)
 
     def submit(self, new: NewRequest, now: float) -> None:
         """Takes a new request. It must fit the KV cache when it runs alone; the engine sees to that."""
@@ -220,7 +227,7 @@ class Scheduler:
             blocks=self._blocks,
             budget=self._budget.for_step(token_deadlines=deadlines, now=now),
             limits=self._limits,
-            ranking=self._queues.order.at(now, best_priority=self._queues.best_priority),
+            now=now,
             preempted_ids=preempted_ids,
         )
         self._rule.compose(batch)

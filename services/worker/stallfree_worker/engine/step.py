@@ -1,6 +1,9 @@
 """The messages of a step: what the engine plans, what the runner answers, what the engine then tells the outside.
 
 All are immutable; live request objects never cross a boundary. The engine and the model share this module only.
+
+What is made in every step, or for every token of one, is a tuple: made between two steps, a frozen dataclass takes four
+times as long.
 """
 
 from __future__ import annotations
@@ -8,12 +11,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 from stallfree_shared.errors import ErrorInfo
 from stallfree_shared.wire import FinishReason, RequestId, SamplingParams, TokenLogprobs
-from stallfree_shared.worker_status import StepTimeCoefficients
-from stallfree_worker.engine.step_time import StepShape
+from stallfree_worker.engine.step_time import StepShape, StepTimeLine
 
 StallCause = Literal["prefill", "decode", "preemption"]
 
@@ -66,19 +69,19 @@ class BlockTable:
     blocks: tuple[int, ...]
     num_forgotten: int = 0
     """Blocks before `blocks[0]` that lay wholly behind the group's window and are given back."""
-    packed: bytes = field(init=False, repr=False, compare=False)
+    packed: array[int] = field(init=False, repr=False, compare=False)
     """`blocks` as 32-bit integers: a table goes into every step of its request, and rarely changes."""
+    packed_address: int = field(init=False, repr=False, compare=False)
+    """Where kernels on this host can read them for as long as this table lives."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "packed", array("i", self.blocks).tobytes())
+        packed = array("i", self.blocks)
+        object.__setattr__(self, "packed", packed)
+        object.__setattr__(self, "packed_address", packed.buffer_info()[0])
 
 
 class Chunk(NamedTuple):
-    """The slice of one request's tokens that is computed in one step. A decode is a chunk of one token.
-
-    A tuple, as all that a step makes for every one of its requests: it takes a quarter of the time that a frozen
-    dataclass takes.
-    """
+    """The slice of one request's tokens that is computed in one step. A decode is a chunk of one token."""
 
     request_id: RequestId
     token_ids: tuple[int, ...]
@@ -100,15 +103,14 @@ class Chunk(NamedTuple):
     where log-probabilities of prompt tokens are still to be told, which the chunk predicts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One hybrid batch: all running decodes, then prefill chunks."""
 
     step_id: int
     chunks: tuple[Chunk, ...]
     num_decode_tokens: int
     num_prefill_tokens: int
-    shape: StepShape = field(default_factory=StepShape)
+    shape: StepShape = StepShape()
     """What drives the step's time."""
     ended_request_ids: tuple[RequestId, ...] = ()
     """Requests with a structured output that ended in any way since the step before: the runner forgets them."""
@@ -131,8 +133,7 @@ class StepPlan:
         return self.num_decode_tokens + self.num_prefill_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What the runner computed: for every chunk with an `output_index`, one token or one failure. A chunk that had to
     tell log-probabilities of its prompt may fail without one."""
 
@@ -142,9 +143,9 @@ class StepResult:
     """Requests that cannot go on, with the reason. They fail alone."""
     not_finite_request_ids: frozenset[RequestId] = frozenset()
     """Those of them whose logits were not finite: nothing that they read or computed may be shared any more."""
-    logprobs_by_request: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
+    logprobs_by_request: Mapping[RequestId, TokenLogprobs] = MappingProxyType({})
     """Of the drawn tokens, for requests that asked for them."""
-    prompt_logprobs_by_request: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    prompt_logprobs_by_request: Mapping[RequestId, tuple[TokenLogprobs, ...]] = MappingProxyType({})
     """For requests that asked for them, of the prompt tokens that this step's chunk predicts: those at the positions
     one behind the chunk's own, as far as the prompt reaches."""
     completed_request_ids: frozenset[RequestId] = frozenset()
@@ -180,12 +181,12 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineEvent:
+class EngineEvent(NamedTuple):
     """One token of one request, or its end by an error, or log-probabilities of its prompt while that is computed."""
 
     request_id: RequestId
-    index: int
+    output_index: int
+    """Of the token, or of the one that would be next."""
     token_id: int | None
     """None with an `error`, and where `prompt_logprobs` come before the first token."""
     num_prompt_tokens: int
@@ -205,8 +206,7 @@ class EngineEvent:
     stall_cause: StallCause | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStatus:
+class EngineStatus(NamedTuple):
     """The engine's state between two steps."""
 
     requests_running: int
@@ -217,7 +217,7 @@ class EngineStatus:
     """What a step holds now where prefills are waiting."""
     prefill_tokens_left: int
     expected_output_tokens_left: int
-    step_time: StepTimeCoefficients
+    step_time: StepTimeLine
     step_time_error_ratio: float
     """|predicted - real| / real of the last steps, a running mean."""
     longest_decode_wait_seconds: float = 0.0
@@ -226,8 +226,7 @@ class EngineStatus:
     """How long the prompt that waits longest has gone without a chunk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """What one step held and how long it took, to be looked at: measured by the clock around what the step does anyway,
     never by an extra synchronisation of the device. Durations and instants are in seconds of the engine's clock.
     """
@@ -284,8 +283,7 @@ class StepRecord:
         return abs(self.predicted_seconds - self.seconds) / self.seconds if self.seconds > 0 else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
+class StepReport(NamedTuple):
     """What one step gave."""
 
     events: tuple[EngineEvent, ...]

@@ -26,13 +26,11 @@ import operator
 from collections import deque
 from typing import NamedTuple
 
-from stallfree_shared.worker_status import StepTimeCoefficients
-
 _KNOT_TOKENS = (0, 16, 64, 256)
 _NUM_FEATURES = 1 + len(_KNOT_TOKENS) + 6
 _BUCKET_SIZE = 48
 """Steps of one class that the window keeps: of one size, with logits or without."""
-_STEPS_PER_FIT = 16
+_STEPS_PER_FIT = 32
 _EAGER_STEPS = 64
 """While there are fewer, every step is followed by a fit."""
 _SPEED_GAIN = 0.2
@@ -119,6 +117,13 @@ class StepShape(NamedTuple):
         return pairs
 
 
+class StepTimeLine(NamedTuple):
+    """How long a step takes: `base_seconds + seconds_per_token * tokens in the step`."""
+
+    base_seconds: float
+    seconds_per_token: float
+
+
 _Features = tuple[float, ...]
 
 
@@ -135,10 +140,12 @@ class StepTimeModel:
         self._targets = [0.0] * _NUM_FEATURES  # Σ w x y
         self._coefficients = [_PRIOR_BASE_SECONDS, _PRIOR_SECONDS_PER_TOKEN, *[0.0] * (_NUM_FEATURES - 2)]
         self._num_observed = 0
-        self._log_speed = 0.0
+        self._speed = 1.0
         self._ratios = {has_prefill: _Ratios() for has_prefill in (False, True)}
         self._error_ratio = 0.0
         self._share_with_logits = 0.0
+        self._usual_seconds: dict[bool, tuple[float, float]] = {}
+        """Since the last fit: see `_seconds_of_usual`."""
 
     @property
     def error_ratio(self) -> float:
@@ -146,46 +153,49 @@ class StepTimeModel:
         return self._error_ratio
 
     @property
-    def summary(self) -> StepTimeCoefficients:
-        """A line through the predictions of one decode and of a prompt of 512 tokens, with logits where most steps have
+    def summary(self) -> StepTimeLine:
+        """Through the predictions of one decode and of a prompt of 512 tokens, with logits where most steps have
         them now: what routers reckon with."""
-        needs_logits = self._share_with_logits > 0.5
-        one, many = (
-            self.predict(shape._replace(needs_logits=needs_logits)) for shape in (self._one_decode, self._one_prompt)
-        )
+        one, many = (self._speed * seconds for seconds in self._seconds_of_usual(self._share_with_logits > 0.5))
         slope = max((many - one) / (_LINE_TOKENS - 1), 1e-9)
-        return StepTimeCoefficients(base_seconds=max(0.0, one - slope), seconds_per_token=slope)
+        return StepTimeLine(base_seconds=max(0.0, one - slope), seconds_per_token=slope)
 
     def predict(self, shape: StepShape, *, quantile: float | None = None) -> float:
         """Seconds that a step of this shape takes: the expectation, or the given quantile (0 to 1) of it."""
-        seconds = math.exp(self._log_speed) * self._shape_seconds(shape)
+        seconds = self._speed * self._shape_seconds(_features(shape))
         return seconds if quantile is None else seconds * self._ratio_quantile(shape, quantile)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learns from a step that took `seconds`. A step without a duration is ignored."""
         if shape.num_tokens <= 0 or seconds <= 0:
             return
+        features = _features(shape)
         window = self._window.setdefault((shape.num_tokens.bit_length(), shape.needs_logits), deque())
         is_known = len(window) >= _FEW_STEPS
         if self._num_observed == 0:
-            self._set_level(shape, seconds)
-        elif is_known:  # a step of a new class may be predicted badly, and says nothing about the machine's speed
-            self._note_ratio(shape, seconds / self.predict(shape))
+            self._set_level(features, seconds)
+        expected = self._shape_seconds(features)
+        if is_known:  # a step of a new class may be predicted badly, and says nothing about the machine's speed
+            self._note_ratio(shape, seconds / (self._speed * expected))
         self._num_observed += 1
         self._share_with_logits += _SHARE_SMOOTHING * (shape.needs_logits - self._share_with_logits)
-        self._remember(window, shape, seconds / math.exp(self._log_speed), is_capped=is_known)
+        at_speed = seconds / self._speed
+        if is_known:
+            at_speed = min(max(at_speed, expected / _MAX_RATIO), expected * _MAX_RATIO)
+        self._remember(window, features, at_speed)
         if self._num_observed <= _EAGER_STEPS or self._num_observed % _STEPS_PER_FIT == 0:
             self._fit()
 
-    def _set_level(self, shape: StepShape, seconds: float) -> None:
+    def _set_level(self, features: _Features, seconds: float) -> None:
         """The prior's form, moved to the first step's level."""
-        scale = seconds / self._shape_seconds(shape)
+        scale = seconds / self._shape_seconds(features)
         self._coefficients = [scale * value for value in self._coefficients]
+        self._usual_seconds.clear()
 
     def _note_ratio(self, shape: StepShape, ratio: float) -> None:
         self._error_ratio += _ERROR_SMOOTHING * (abs(1 - 1 / ratio) - self._error_ratio)
         capped = min(max(ratio, 1 / _MAX_RATIO), _MAX_RATIO)
-        self._log_speed += _SPEED_GAIN * math.log(capped)
+        self._speed *= capped**_SPEED_GAIN
         self._ratios[shape.num_prefill_tokens > 0].add(capped)
 
     def _ratio_quantile(self, shape: StepShape, share: float) -> float:
@@ -196,21 +206,25 @@ class StepTimeModel:
         kinds = [own] if len(own) >= _MANY_RATIOS else self._ratios.values()
         return max(_LEAST_QUANTILE_RATIO, *[ratios.quantile(share) for ratios in kinds])
 
-    def _shape_seconds(self, shape: StepShape) -> float:
+    def _shape_seconds(self, features: _Features) -> float:
         """At the speed at which the shape was learned."""
-        return max(_LEAST_SECONDS, _product(self._coefficients, _features(shape)))
+        return max(_LEAST_SECONDS, math.fsum(map(operator.mul, self._coefficients, features)))
 
-    def _remember(
-        self, window: deque[tuple[_Features, float]], shape: StepShape, seconds: float, *, is_capped: bool
-    ) -> None:
+    def _seconds_of_usual(self, needs_logits: bool) -> tuple[float, float]:
+        """Of one decode and of one prompt, like `_shape_seconds`."""
+        found = self._usual_seconds.get(needs_logits)
+        if found is None:
+            shapes = [shape._replace(needs_logits=needs_logits) for shape in (self._one_decode, self._one_prompt)]
+            one, many = (self._shape_seconds(_features(shape)) for shape in shapes)
+            found = self._usual_seconds[needs_logits] = one, many
+        return found
+
+    def _remember(self, window: deque[tuple[_Features, float]], features: _Features, seconds: float) -> None:
         """Puts a step into the window of its class, in place of the oldest one there."""
-        if is_capped:
-            expected = self._shape_seconds(shape)
-            seconds = min(max(seconds, expected / _MAX_RATIO), expected * _MAX_RATIO)
         if len(window) == _BUCKET_SIZE:
             self._add_moments(*window.popleft(), sign=-1.0)
-        window.append((_features(shape), seconds))
-        self._add_moments(*window[-1], sign=1.0)
+        window.append((features, seconds))
+        self._add_moments(features, seconds, sign=1.0)
 
     def _add_moments(self, features: _Features, seconds: float, *, sign: float) -> None:
         weight = sign / (seconds * seconds)  # errors count in proportion to the step
@@ -224,6 +238,7 @@ class StepTimeModel:
     def _fit(self) -> None:
         """Non-negative least squares by coordinate descent, held near the present coefficients: what the window says
         nothing about stays as it is."""
+        self._usual_seconds.clear()
         near = tuple(self._coefficients)
         for _ in range(_MOST_SWEEPS):
             move = 0.0
@@ -272,7 +287,3 @@ def _features(shape: StepShape) -> _Features:
         float(shape.needs_logits),
         float(shape.num_rows) if shape.needs_logits else 0.0,
     )
-
-
-def _product(coefficients: list[float], features: _Features) -> float:
-    return math.fsum(map(operator.mul, coefficients, features))

@@ -24,7 +24,7 @@ def token_event(
     stall = 0.0 if gap is None else stall_seconds(gap, request.new.tbt_target_seconds)
     return EngineEvent(
         request_id=request.request_id,
-        index=len(request.output_token_ids),
+        output_index=len(request.output_token_ids),
         token_id=result.token_id_by_request[request.request_id],
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=request.num_cached_tokens or 0,
@@ -42,7 +42,7 @@ def prompt_logprobs_event(request: Request, prompt_logprobs: tuple[TokenLogprobs
     """Log-probabilities of a prompt that is still being computed: they do not wait for the first token."""
     return EngineEvent(
         request_id=request.request_id,
-        index=0,
+        output_index=0,
         token_id=None,
         num_prompt_tokens=request.num_prompt_tokens,
         prompt_logprobs=prompt_logprobs,
@@ -53,7 +53,7 @@ def failure_event(request: Request, reason: str) -> EngineEvent:
     """The end of a request that the model could not compute."""
     return EngineEvent(
         request_id=request.request_id,
-        index=len(request.output_token_ids),
+        output_index=len(request.output_token_ids),
         token_id=None,
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=request.num_cached_tokens or 0,

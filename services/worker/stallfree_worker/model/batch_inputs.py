@@ -1,20 +1,13 @@
-"""`StepPlan` → the flat tensors of one forward pass. Pure bookkeeping on the host.
-
-It runs between two passes, when weights have driven all else out of the CPU's caches, and a call into a library costs
-as much as some tens of plain steps of the interpreter. So lengths are lists, and all numbers of one kind become one
-array, which is also one copy to the device.
-"""
+"""`StepPlan` → the flat numbers of one forward pass. Pure bookkeeping on the host."""
 
 from __future__ import annotations
 
 import itertools
 import operator
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,189 +16,195 @@ from torch import Tensor
 
 from stallfree_worker.engine.step import BlockTable, Chunk, StepPlan
 from stallfree_worker.model.attention.interface import PagedSequences, PagedTables
+from stallfree_worker.model.host_numbers import NumberList, side_by_side
 from stallfree_worker.model.kv_cache import KVCache
 from stallfree_worker.model.logprobs import prompt_targets
 from stallfree_worker.model.transfers import to_device
 
-_ID_BYTES = 4
+
+class GroupTables(NamedTuple):
+    """Where one KV group has the tokens of all sequences. Groups of one window begin at the same token and share all
+    but the blocks."""
+
+    tables: Sequence[BlockTable]
+    """By sequence."""
+    addresses: NumberList
+    """Of the blocks of each, as 32-bit integers: no step copies a table that it can read where it stands."""
+    kv_lengths: NumberList
+    """By sequence, tokens in the blocks of the table that are in use: more blocks may be reserved for later."""
+    starts: NumberList
+    """By sequence, tokens before the table: position in the text of the first token in the blocks."""
+
+    def padded(self, block_size: int, null_block: int) -> NDArray[np.int32]:
+        """int32 [num_sequences, max_blocks], padded with the null block."""
+        num_used = [-(-length // block_size) for length in self.kv_lengths.tolist()]
+        padding = memoryview(array("i", [null_block]) * max(num_used))
+        padded = bytearray()  # numpy would take longer for every row
+        for table, used in zip(self.tables, num_used, strict=True):
+            padded += memoryview(table.packed)[:used]
+            padded += padding[used:]
+        return np.frombuffer(padded, dtype=np.int32).reshape(len(num_used), -1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchInputs:
-    """One hybrid batch, flat: the tokens of all chunks one after another."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInputs:
+    """What is computed with in torch of a hybrid batch."""
 
     token_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]
     sequences: PagedSequences
-    num_shared: Tensor  # int32 [num_sequences]: tokens of the text that stand in the cache and are not written again
-    fresh_blocks: Tensor | None  # int64: blocks that this step begins and does not fill
-    wanted_rows: Tensor  # int64, rising: rows that logits are made of
-    logit_rows: Tensor  # int64 [num_sampled]: rows whose next token is drawn
+    slot_mapping: Tensor  # int64 [num_groups, num_tokens]: where each token's keys and values go
+
+
+class BatchInputs(NamedTuple):
+    """One hybrid batch, flat: the tokens of all chunks one after another. Chunks of one token come first, whatever the
+    plan's order: attention takes them together."""
+
+    token_ids: NumberList
+    positions: NumberList
+    row_starts: NumberList
+    """Where each sequence's tokens begin, and at last where they all end."""
+    query_lengths: tuple[int, ...]
+    """Tokens of each sequence that are computed."""
+    num_shared: NumberList
+    """By sequence, tokens of the text that stand in the cache and are not written again."""
+    tables: tuple[GroupTables, ...]
+    """By KV group."""
+    fresh_blocks: NumberList
+    """Blocks that this step begins and does not fill."""
+    wanted_rows: NumberList
+    """Rising: rows that logits are made of."""
+    logit_rows: NumberList
+    """Rows whose next token is drawn."""
     sampled: tuple[Chunk, ...]
     """The chunks of `logit_rows`, in that order."""
-    scored_rows: Tensor | None  # int64: rows that tell how likely the prompt tokens behind them are
+    scored_rows: NumberList
+    """Rows that tell how likely the prompt tokens behind them are."""
     scored: tuple[Chunk, ...]
     """The chunks of `scored_rows`, in that order."""
-    find_slots: Callable[[], Tensor]
 
-    @cached_property
-    def slot_mapping(self) -> Tensor:
-        """int64 [num_groups, num_tokens]: where each token's keys and values go. Found when it is first asked for: not
-        every decoder asks."""
-        return self.find_slots()
+    @property
+    def num_single_queries(self) -> int:
+        return self.query_lengths.count(1)
+
+    def on(self, device: torch.device, cache: KVCache) -> DeviceInputs:
+        """What is computed with in torch. Compiled kernels do without."""
+        padded = [group.padded(cache.block_size, cache.null_block) for group in self.tables]
+        on_device = torch.split(
+            to_device(np.concatenate(padded, axis=None), device), [blocks.size for blocks in padded]
+        )
+        return DeviceInputs(
+            token_ids=self.token_ids.on(device),
+            positions=self.positions.on(device),
+            sequences=PagedSequences(
+                cu_seqlens_q=self.row_starts.on(device),
+                block_size=cache.block_size,
+                query_lengths=self.query_lengths,
+                tables=tuple(
+                    [
+                        PagedTables(
+                            seqlens_k=group.kv_lengths.on(device),
+                            block_tables=blocks.view(len(self.query_lengths), -1),
+                            kv_lengths=tuple(group.kv_lengths.tolist()),
+                            starts=group.starts.on(device),
+                        )
+                        for group, blocks in zip(self.tables, on_device, strict=True)
+                    ]
+                ),
+            ),
+            slot_mapping=to_device(self._slots(padded, cache), device),
+        )
+
+    def _slots(self, padded: Sequence[NDArray[np.int32]], cache: KVCache) -> NDArray[np.int64]:
+        """[num_groups, num_tokens]: see `DeviceInputs`. Shared tokens go to the waste block."""
+        rows = np.arange(len(self.query_lengths)).repeat(self.query_lengths)
+        positions, size = np.array(self.positions.tolist()), cache.block_size
+        slots = np.empty((len(self.tables), len(positions)), dtype=np.int64)
+        for own, group, blocks in zip(slots, self.tables, padded, strict=True):
+            places = positions - np.array(group.starts.tolist())[rows]
+            own[:] = blocks[rows, places // size].astype(np.int64) * size + places % size
+        is_shared = positions < np.array(self.num_shared.tolist())[rows]
+        slots[:, is_shared] = cache.waste_block * size
+        return slots
 
 
-def make_batch_inputs(plan: StepPlan, cache: KVCache, *, device: torch.device) -> BatchInputs:
-    """Chunks of one token come first, whatever the plan's order: attention takes them together."""
+def make_batch_inputs(plan: StepPlan, cache: KVCache) -> BatchInputs:
     chunks = sorted(plan.chunks, key=_is_long)
     lengths = [len(chunk.token_ids) for chunk in chunks]
     row_ends = list(itertools.accumulate(lengths))
     ends = [chunk.num_computed_tokens + length for chunk, length in zip(chunks, lengths, strict=True)]
-    kinds = _kinds(chunks, ends, cache)
-    fresh = [block for kind in kinds for block in kind.fresh_blocks(lengths)]
+    tables = list(zip(*[chunk.block_tables for chunk in chunks], strict=True))
+    kinds = [
+        _kind(tables[groups.start : groups.stop], ends, lengths, cache.block_size) for groups in cache.layers.alike
+    ]
     targets = list(map(prompt_targets, chunks))
     drawing = [end - 1 for chunk, end in zip(chunks, row_ends, strict=True) if _draws(chunk)]
     scoring = _scored_rows(targets, row_ends, lengths)
     spans = [range(chunk.num_computed_tokens, end) for chunk, end in zip(chunks, ends, strict=True)]
-    own_positions = list(itertools.chain.from_iterable(spans))
-    token_ids, positions, wanted_rows, logit_rows, scored_rows, fresh_blocks = _on_device(
-        np.int64,
-        (
+    token_ids, positions, fresh_blocks, wanted_rows, logit_rows, scored_rows, *addresses = side_by_side(
+        "q",
+        [
             list(itertools.chain.from_iterable([chunk.token_ids for chunk in chunks])),
-            own_positions,
+            list(itertools.chain.from_iterable(spans)),
+            [block for kind in kinds for block in kind.fresh_blocks],
             sorted({*drawing, *scoring}) if scoring else drawing,
             drawing,
             scoring,
-            fresh,
-        ),
-        device,
+            *[[table.packed_address for table in own] for own in tables],
+        ],
     )
-    shared = [chunk.num_shared_tokens for chunk in chunks]
-    of_kinds = [numbers for kind in kinds for numbers in (kind.kv_lengths, kind.starts)]
-    row_starts, num_shared, *seen = _on_device(np.int32, ([0, *row_ends], shared, *of_kinds), device)
-    tables = {
-        group: table
-        for kind, seqlens_k, starts in zip(kinds, seen[::2], seen[1::2], strict=True)
-        for group, table in kind.on(device, seqlens_k, starts)
-    }
+    row_starts, num_shared, *seen = side_by_side(
+        "i",
+        [
+            [0, *row_ends],
+            [chunk.num_shared_tokens for chunk in chunks],
+            *[numbers for kind in kinds for numbers in (kind.kv_lengths, kind.starts)],
+        ],
+    )
     return BatchInputs(
         token_ids=token_ids,
         positions=positions,
-        sequences=PagedSequences(
-            cu_seqlens_q=row_starts,
-            block_size=cache.block_size,
-            query_lengths=tuple(lengths),
-            tables=tuple([tables[group] for group in range(len(tables))]),
-        ),
+        row_starts=row_starts,
+        query_lengths=tuple(lengths),
         num_shared=num_shared,
-        fresh_blocks=fresh_blocks if fresh else None,
+        tables=tuple(
+            [
+                GroupTables(tables[group], addresses[group], kv_lengths, starts)
+                for groups, kv_lengths, starts in zip(cache.layers.alike, seen[::2], seen[1::2], strict=True)
+                for group in groups
+            ]
+        ),
+        fresh_blocks=fresh_blocks,
         wanted_rows=wanted_rows,
         logit_rows=logit_rows,
         sampled=tuple(filter(_draws, chunks)),
-        scored_rows=scored_rows if scoring else None,
+        scored_rows=scored_rows,
         scored=tuple([chunk for chunk, asked in zip(chunks, targets, strict=True) if asked]),
-        find_slots=lambda: to_device(_slots(chunks, lengths, own_positions, kinds, cache), device),
     )
 
 
-def _on_device(dtype: type[np.integer[Any]], lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Each of `lists` as a tensor, with one copy for all."""
-    whole = to_device(np.fromiter(itertools.chain.from_iterable(lists), dtype, count=sum(map(len, lists))), device)
-    return list(torch.split(whole, list(map(len, lists))))
+class _Kind(NamedTuple):
+    """What is alike in the KV groups of one window, whose tables all begin at the same token: see `GroupTables`."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    """The block tables of all chunks in the KV groups of one window, which all begin at the same token and have the
-    same lengths. Lengths count from there."""
-
-    groups: list[int]
-    block_size: int
-    starts: list[int]
-    """Tokens before the tables, by chunk."""
     kv_lengths: list[int]
-    tables: list[list[BlockTable]]
-    """By group and chunk."""
-    packed: NDArray[np.int32]  # [num_groups of the kind, num_chunks, max_blocks]: the same
-
-    def slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[num_groups of the kind, num_tokens] of the token at each of `positions`, in the text of the chunk that
-        `rows` tells."""
-        places = positions - np.array(self.starts)[rows]
-        blocks = self.packed[:, rows, places // self.block_size].astype(np.int64)
-        slots: NDArray[np.int64] = blocks * self.block_size + places % self.block_size
-        return slots
-
-    def fresh_blocks(self, lengths: list[int]) -> list[int]:
-        """A chunk's last blocks, where the chunk writes the first slot and leaves others open."""
-        size = self.block_size
-        begun = [
-            (chunk, kv_length // size)
-            for chunk, (kv_length, length) in enumerate(zip(self.kv_lengths, lengths, strict=True))
-            if 0 < kv_length % size <= length
-        ]
-        return [tables[chunk].blocks[block] for tables in self.tables for chunk, block in begun]
-
-    def on(self, device: torch.device, seqlens_k: Tensor, starts: Tensor) -> list[tuple[int, PagedTables]]:
-        """Each group with its tables. `seqlens_k` and `starts` are the lists of the same names, on the device."""
-        block_tables = to_device(self.packed, device)
-        kv_lengths = tuple(self.kv_lengths)
-        return [
-            (group, PagedTables(seqlens_k=seqlens_k, block_tables=tables, kv_lengths=kv_lengths, starts=starts))
-            for group, tables in zip(self.groups, block_tables.unbind(0), strict=True)
-        ]
+    starts: list[int]
+    fresh_blocks: list[int]
+    """Of all these groups, a chunk's last blocks, where the chunk writes the first slot and leaves others open."""
 
 
-def _kinds(chunks: list[Chunk], ends: list[int], cache: KVCache) -> list[_Kind]:
-    groups_by_window: dict[int | None, list[int]] = defaultdict(list)
-    for group, own in enumerate(cache.layers.groups):
-        groups_by_window[own.window_tokens].append(group)
-    return [_kind(chunks, ends, groups, cache) for groups in groups_by_window.values()]
-
-
-def _kind(chunks: list[Chunk], ends: list[int], groups: list[int], cache: KVCache) -> _Kind:
-    size = cache.block_size
-    tables = [[chunk.block_tables[group] for chunk in chunks] for group in groups]
-    starts = [table.num_forgotten * size for table in tables[0]]
+def _kind(tables: Sequence[tuple[BlockTable, ...]], ends: list[int], lengths: list[int], block_size: int) -> _Kind:
+    """`tables` by group and chunk, `ends` of the chunks in their texts."""
+    starts = [table.num_forgotten * block_size for table in tables[0]]
     kv_lengths = list(map(operator.sub, ends, starts))
-    return _Kind(
-        groups=groups,
-        block_size=size,
-        starts=starts,
-        kv_lengths=kv_lengths,
-        tables=tables,
-        packed=_packed(tables, [-(-length // size) for length in kv_lengths], null_block=cache.null_block),
-    )
-
-
-def _packed(tables: list[list[BlockTable]], num_used: list[int], *, null_block: int) -> NDArray[np.int32]:
-    """[num_groups, num_chunks, max_blocks], padded with the null block. Of a chunk's tables only the blocks in use are
-    taken: more may be reserved for later."""
-    width = max(num_used)
-    padding = null_block.to_bytes(_ID_BYTES, sys.byteorder) * width
-    used_bytes = [_ID_BYTES * used for used in num_used]
-    packed = bytearray()
-    for own in tables:
-        for table, end in zip(own, used_bytes, strict=True):
-            if len(table.packed) < end:
-                raise ValueError("a block table does not reach to the end of its chunk")
-            packed += table.packed[:end]
-            packed += padding[end:]
-    return np.frombuffer(packed, dtype=np.int32).reshape(len(tables), len(num_used), width)
-
-
-def _slots(
-    chunks: list[Chunk], lengths: list[int], own_positions: list[int], kinds: list[_Kind], cache: KVCache
-) -> NDArray[np.int64]:
-    """See `BatchInputs.slot_mapping`. Shared tokens go to the waste block."""
-    rows = np.arange(len(chunks)).repeat(lengths)
-    positions = np.array(own_positions)
-    slots = np.empty((len(cache.layers.groups), len(positions)), dtype=np.int64)
-    for kind in kinds:
-        slots[kind.groups] = kind.slots(rows, positions)
-    is_shared = positions < np.array([chunk.num_shared_tokens for chunk in chunks])[rows]
-    slots[:, is_shared] = cache.waste_block * cache.block_size
-    return slots
+    num_used = [-(-length // block_size) for length in kv_lengths]
+    if any(len(table.blocks) < used for own in tables for table, used in zip(own, num_used, strict=True)):
+        raise ValueError("a block table does not reach to the end of its chunk")
+    begun = [
+        (chunk, kv_length // block_size)
+        for chunk, (kv_length, length) in enumerate(zip(kv_lengths, lengths, strict=True))
+        if 0 < kv_length % block_size <= length
+    ]
+    return _Kind(kv_lengths, starts, [own[chunk].blocks[block] for own in tables for chunk, block in begun])
 
 
 def _is_long(chunk: Chunk) -> bool:

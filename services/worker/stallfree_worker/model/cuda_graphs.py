@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from stallfree_worker.model.attention.interface import PagedSequences, PagedTables
-from stallfree_worker.model.batch_inputs import BatchInputs
-from stallfree_worker.model.decoder import Decoder
+from stallfree_worker.model.batch_inputs import BatchInputs, DeviceInputs
+from stallfree_worker.model.decoder import TorchDecoder
 from stallfree_worker.model.draw import Logits
+from stallfree_worker.model.host_numbers import NumberList
 from stallfree_worker.model.kv_cache import KVCache
 
 _HYBRID_TOKENS = (64, 128, 256, 512)
@@ -88,9 +89,11 @@ def graph_sizes(*, max_num_seqs: int, max_step_tokens: int) -> tuple[GraphSize, 
 class GraphedDecoder:
     """A `Decoder` that replays what `prepare` has recorded, and lets another compute all else."""
 
+    find_likeliest = None
+
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: TorchDecoder,
         sizes: Sequence[GraphSize],
         *,
         max_model_len: int,
@@ -118,38 +121,32 @@ class GraphedDecoder:
         record = self._make_recorder()
         for size in reversed(self._sizes):  # the largest first: the others find their memory in its pool
             buffers = _Buffers(size, cache, max_model_len=self._max_model_len, device=self.device)
-            hidden, replay = record(partial(self._decoder.forward, buffers.inputs, cache))
+            hidden, replay = record(partial(self._decoder.compute, buffers.inputs, cache))
             self._passes[size] = _RecordedPass(buffers, hidden, replay)
         largest = self._passes[self._sizes[-1]].hidden
         for num_rows in range(1, min(2, len(largest)) + 1):  # one row and several are compiled apart
-            self._decoder.logits(largest, torch.arange(num_rows, device=self.device))
+            self._decoder.logits(largest, NumberList.of(range(num_rows)))
 
+    @torch.inference_mode()
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
         recorded = self._find(inputs) if cache is self._cache else None
         if recorded is None:
             return self._decoder.forward(inputs, cache)
-        if inputs.fresh_blocks is not None:
-            cache.clear(inputs.fresh_blocks)
-        recorded.buffers.fill(inputs)
+        if inputs.fresh_blocks:
+            cache.clear(inputs.fresh_blocks.on(self.device))
+        recorded.buffers.fill(inputs.on(self.device, cache))
         recorded.replay()
         return recorded.hidden[: len(inputs.token_ids)]
 
-    @property
-    def finds_likeliest(self) -> bool:
-        return self._decoder.finds_likeliest
-
-    def find_likeliest(self, hidden: Tensor, rows: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
-        return self._decoder.find_likeliest(hidden, rows, allowed)
-
-    def logits(self, hidden: Tensor, rows: Tensor) -> Logits:
+    def logits(self, hidden: Tensor, rows: NumberList) -> Logits:
         return self._decoder.logits(hidden, rows)
 
     def _find(self, inputs: BatchInputs) -> _RecordedPass | None:
-        num_sequences = len(inputs.sequences.query_lengths)
+        num_sequences = len(inputs.query_lengths)
         wanted = GraphSize(
             num_tokens=len(inputs.token_ids),
             num_sequences=num_sequences,
-            has_prefills=inputs.sequences.num_single_queries < num_sequences,
+            has_prefills=inputs.num_single_queries < num_sequences,
         )
         return next((self._passes[size] for size in self._sizes if size.holds(wanted)), None)
 
@@ -175,8 +172,7 @@ class _Buffers:
 
         # Lengths on the host are upper bounds: kernels take the real ones from the device.
         query_lengths = (size.num_tokens,) if size.has_prefills else (1,) * size.num_sequences
-        slots = ints(num_groups, size.num_tokens, dtype=torch.int64).fill_(self._waste_slot)
-        self.inputs = BatchInputs(
+        self.inputs = DeviceInputs(
             token_ids=ints(size.num_tokens, dtype=torch.int64),
             positions=ints(size.num_tokens, dtype=torch.int64),
             sequences=PagedSequences(
@@ -195,14 +191,7 @@ class _Buffers:
                     ]
                 ),
             ),
-            num_shared=ints(size.num_sequences),
-            fresh_blocks=None,
-            wanted_rows=torch.arange(size.num_tokens, device=device),
-            logit_rows=ints(0, dtype=torch.int64),
-            sampled=(),
-            scored_rows=None,
-            scored=(),
-            find_slots=lambda: slots,
+            slot_mapping=ints(num_groups, size.num_tokens, dtype=torch.int64).fill_(self._waste_slot),
         )
         if not size.has_prefills:
             # every decode is at the place of its sequence, the padded ones too
@@ -212,7 +201,7 @@ class _Buffers:
     def _row_starts(self) -> Tensor:
         return self.inputs.sequences.cu_seqlens_q
 
-    def fill(self, inputs: BatchInputs) -> None:
+    def fill(self, inputs: DeviceInputs) -> None:
         """Copies a batch in, on the device's own stream, and pads what it leaves."""
         own, num_tokens = self.inputs, len(inputs.token_ids)
         num_sequences = len(inputs.sequences.query_lengths)

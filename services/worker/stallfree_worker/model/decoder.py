@@ -14,15 +14,23 @@ import torch.nn.functional as F  # noqa: N812 - the name that torch's own docume
 from torch import Tensor
 
 from stallfree_worker.model.attention.interface import AttentionBackend, AttentionRule
-from stallfree_worker.model.batch_inputs import BatchInputs
+from stallfree_worker.model.batch_inputs import BatchInputs, DeviceInputs
 from stallfree_worker.model.draw import Logits
 from stallfree_worker.model.families import DecoderConfig, LayerConfig
+from stallfree_worker.model.host_numbers import NumberList
 from stallfree_worker.model.kv_cache import KVCache
 from stallfree_worker.model.kv_groups import group_layers
 from stallfree_worker.model.linear import Linear
 from stallfree_worker.model.operations import PLAIN, Operations
 from stallfree_worker.model.rope import RotaryEmbeddings
 from stallfree_worker.model.weights import DecoderWeights, LayerWeights
+
+
+class FindLikeliest(Protocol):
+    def __call__(self, hidden: Tensor, rows: NumberList, allowed: Sequence[Tensor | None]) -> list[int]:
+        """The likeliest id of each of these rows of what `forward` gave, among those that are allowed to it (see
+        `id_masks`): that of its logits, to the bit. -1 where only they can tell which it is, or why there is none."""
+        ...
 
 
 class Decoder(Protocol):
@@ -37,26 +45,23 @@ class Decoder(Protocol):
 
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
         """Writes the step's keys and values to the cache → the last layer's output, [num_tokens, hidden_size], of which
-        only the `wanted_rows` need be right."""
+        only the `wanted_rows` need be right. The next call may write over it."""
         ...
 
-    def logits(self, hidden: Tensor, rows: Tensor) -> Logits:
-        """Those of some rows, int64 [num_rows], of what `forward` gave."""
+    def logits(self, hidden: Tensor, rows: NumberList) -> Logits:
+        """Those of some rows of what `forward` gave."""
         ...
 
     @property
-    def finds_likeliest(self) -> bool:
-        """Whether it can do with less than the logits where only the likeliest ids are wanted."""
-        ...
-
-    def find_likeliest(self, hidden: Tensor, rows: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
-        """int64 [num_rows]: the likeliest id of each of these rows among those that are allowed to it (see `id_masks`),
-        that of its logits, to the bit. -1 where only they can tell which it is, or why there is none."""
+    def find_likeliest(self) -> FindLikeliest | None:
+        """Where it can do with less than the logits if only the likeliest ids are wanted."""
         ...
 
 
 class TorchDecoder:
     """Holds weights, and no state between steps: what a step leaves behind is in the KV cache."""
+
+    find_likeliest = None
 
     def __init__(
         self,
@@ -87,9 +92,14 @@ class TorchDecoder:
     def prepare(self, cache: KVCache) -> None:
         """There is nothing to do."""
 
+    @torch.inference_mode()
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
-        if inputs.fresh_blocks is not None:
-            cache.clear(inputs.fresh_blocks)
+        if inputs.fresh_blocks:
+            cache.clear(inputs.fresh_blocks.on(self.device))
+        return self.compute(inputs.on(self.device, cache), cache)
+
+    def compute(self, inputs: DeviceInputs, cache: KVCache) -> Tensor:
+        """`forward` of what is on the device already, in blocks that need not be cleared."""
         hidden = F.embedding(inputs.token_ids, self._weights.embedding) * self._embedding_scale
         angles = dict(zip(self._rope_configs, self._ropes.angles(inputs.positions), strict=True))
         slots = inputs.slot_mapping.unbind(0)
@@ -100,15 +110,9 @@ class TorchDecoder:
             hidden = layer.finish(hidden, attend(q, *cache.layer(index), layer.attention_rule))
         return hidden
 
-    @property
-    def finds_likeliest(self) -> bool:
-        return False
-
-    def find_likeliest(self, hidden: Tensor, rows: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
-        raise NotImplementedError("plain torch finds nothing without logits")
-
-    def logits(self, hidden: Tensor, rows: Tensor) -> Logits:
-        chosen = hidden.index_select(0, rows)
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, rows: NumberList) -> Logits:
+        chosen = hidden.index_select(0, rows.on(self.device))
         normed = self._operations.norm(chosen, self._weights.final_norm, self._config.norm_eps)
         logits = self._weights.head(normed)
         cap = self._config.logit_softcap

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from stallfree_shared.wire import MAX_LOGPROBS, RequestId, TokenLogprobs
 from stallfree_worker.engine.step import Chunk
+from stallfree_worker.model.host_numbers import NumberList
 from stallfree_worker.model.transfers import to_device
 
 _ROWS_AT_ONCE = 64
@@ -29,12 +31,13 @@ def prompt_targets(chunk: Chunk) -> tuple[int, ...]:
     return chunk.history.prompt_token_ids[first : first + len(chunk.token_ids)]
 
 
+@torch.inference_mode()
 def score_prompts(
-    chunks: Sequence[Chunk], rows: Tensor, logits_of: Callable[[Tensor], Tensor]
+    chunks: Sequence[Chunk], rows: NumberList, logits_of: Callable[[NumberList], Tensor]
 ) -> dict[RequestId, tuple[TokenLogprobs, ...] | None]:
     """The `prompt_targets` of each chunk; None where one of its rows is not finite.
 
-    `rows` are those of all targets, int64 [num_targets], and `logits_of` computes the logits of some of them,
+    `rows` are those of all targets, and `logits_of` computes the logits of some of them,
     [num_rows, num_ids]. Few exist at a time: those of a whole chunk could take more memory than the rest of the step.
     """
     asked = [
@@ -45,11 +48,12 @@ def score_prompts(
     scores: list[TokenLogprobs | None] = []
     for start in range(0, len(asked), _ROWS_AT_ONCE):
         end = start + _ROWS_AT_ONCE
-        scores += _score(logits_of(rows[start:end]), asked[start:end])
+        scores += _score(logits_of(rows.part(start, end)), asked[start:end])
     in_order = iter(scores)
     return {chunk.request_id: _all_or_none(islice(in_order, len(prompt_targets(chunk)))) for chunk in chunks}
 
 
+@torch.inference_mode()
 def score_drawn(
     logits: Tensor, chunks: Sequence[Chunk], token_ids: Sequence[int | None]
 ) -> dict[RequestId, TokenLogprobs]:

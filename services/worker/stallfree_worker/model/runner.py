@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from stallfree_shared.wire import MAX_LOGPROBS, RequestId, SamplingParams, TokenLogprobs
@@ -66,7 +65,6 @@ class ModelRunner:
     def eos_token_ids(self) -> frozenset[int]:
         return self._limits.eos_token_ids
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """One forward pass over all chunks of `plan`, then one draw per chunk that has an `output_index`, and the
         log-probabilities that were asked for.
@@ -74,7 +72,7 @@ class ModelRunner:
         A request whose logits are not finite, or whose grammar cannot go on, fails alone, in `failure_by_request`.
         """
         self._structured_outputs.begin(plan)
-        inputs = make_batch_inputs(plan, self._cache, device=self._decoder.device)
+        inputs = make_batch_inputs(plan, self._cache)
         hidden = self._decoder.forward(inputs, self._cache)
         prompts = self._score_prompts(hidden, inputs)
         # where they are needed anyway, a GPU begins them before the masks are waited for
@@ -97,7 +95,7 @@ class ModelRunner:
         )
 
     def _needs_logits(self, sampled: Sequence[Chunk]) -> bool:
-        return not self._decoder.finds_likeliest or any(chunk.needs_logits for chunk in sampled)
+        return self._decoder.find_likeliest is None or any(chunk.needs_logits for chunk in sampled)
 
     def _draw(
         self, hidden: Tensor, inputs: BatchInputs, masks: StepMasks, logits: Logits | None
@@ -105,11 +103,13 @@ class ModelRunner:
         """A token for every draw, or None where there is none; and the logits, where they were needed."""
         if not inputs.sampled:
             return [], logits
-        if logits is None:
+        find_likeliest = self._decoder.find_likeliest
+        if logits is None and find_likeliest is not None:
             allowed = [masks.allowed_by_request.get(chunk.request_id) for chunk in inputs.sampled]
-            likeliest = self._decoder.find_likeliest(hidden, inputs.logit_rows, allowed).tolist()
+            likeliest: list[int | None] = [*find_likeliest(hidden, inputs.logit_rows, allowed)]
             if NO_TOKEN not in likeliest:
                 return likeliest, None
+        if logits is None:
             logits = self._logits(hidden, inputs)  # they tell why there is none
         draws = [self._draw_of(chunk, masks) for chunk in inputs.sampled]
         return draw_tokens(logits.values, draws, maxima=logits.maxima), logits
@@ -120,7 +120,7 @@ class ModelRunner:
         return self._decoder.logits(hidden, inputs.logit_rows)
 
     def _score_prompts(self, hidden: Tensor, inputs: BatchInputs) -> dict[RequestId, tuple[TokenLogprobs, ...] | None]:
-        if inputs.scored_rows is None:
+        if not inputs.scored:
             return {}
         return score_prompts(inputs.scored, inputs.scored_rows, lambda rows: self._decoder.logits(hidden, rows).values)
 

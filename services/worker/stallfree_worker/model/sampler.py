@@ -30,6 +30,7 @@ _MASK_64 = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
+@torch.inference_mode()
 def draw_tokens(logits: Tensor, draws: Sequence[Draw], *, maxima: Tensor | None = None) -> list[int | None]:
     """logits [len(draws), num_ids], which stay as they are, and the maxima that came with them → a token id per row.
 

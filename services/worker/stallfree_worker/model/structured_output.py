@@ -171,6 +171,8 @@ class StructuredOutputs:
 
     def expect(self, sampled: Sequence[Chunk], tokens: Sequence[int | None], masks: StepMasks) -> None:
         """Begins what the draws after these will want. `tokens` were drawn after `sampled`, by `masks`."""
+        if not masks.allowed_by_request:
+            return
         going_on = masks.allowed_by_request.keys() - masks.completed
         tasks: list[tuple[_Constraint, _Text]] = []
         for chunk, token in zip(sampled, tokens, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from stallfree_shared.wire import RequestId
@@ -66,11 +67,12 @@ class Batch:
         blocks: BlockManager,
         budget: StepBudget,
         limits: BatchLimits,
-        ranking: Ranking,
+        now: float,
         preempted_ids: Iterable[RequestId] = (),
     ) -> None:
-        """`preempted_ids` are those that a batch gave up before this one had preempted."""
-        self.ranking = ranking
+        """For a step that begins at `now`. `preempted_ids` are those that a batch gave up before this one had
+        preempted."""
+        self._now = now
         self._queues = queues
         self._blocks = blocks
         self._budget = budget
@@ -91,6 +93,11 @@ class Batch:
         """Those that are in the step, in the order of its chunks."""
         self.is_limited = False
         """Whether a prefill got fewer tokens than it has left."""
+
+    @cached_property
+    def ranking(self) -> Ranking:
+        """Of prefills: a step of decodes alone needs none."""
+        return self._queues.order.at(self._now, best_priority=self._queues.best_priority)
 
     @property
     def max_model_len(self) -> int:
@@ -291,8 +298,7 @@ class Batch:
 
     def _has_room_for_decode(self, request: Request) -> bool:
         while self._queues.is_running(request):
-            if self._blocks.can_append(request.request_id, request.num_tokens):
-                self._blocks.append(request.request_id, request.num_tokens)
+            if self._blocks.append(request.request_id, request.num_tokens):
                 self._prefixes.clear()
                 return True
             # what others would lose changes with every eviction: the last may come to be one that is in the step

@@ -29,9 +29,11 @@ class SarathiRule:
         _displace(batch)
         for request in batch.decoding():
             batch.add_decode(request)
-        begun = batch.prefilling()
+        begun, num_lines = batch.prefilling(), len(batch.waiting())
+        if not begun and num_lines == 0:
+            return
         oldest = min(begun, key=lambda request: request.arrival_number, default=None)
-        if oldest is not None and len(begun) + len(batch.waiting()) > 1:
+        if oldest is not None and len(begun) + num_lines > 1:
             batch.reserve_share(oldest)
         _add_prefills(batch, _Candidates(batch, begun))
         if oldest is not None and oldest not in batch.requests:
@@ -41,8 +43,11 @@ class SarathiRule:
 def _displace(batch: Batch) -> None:
     """Lets waiting requests of better priority run in place of running ones, where they cannot run otherwise. Nobody
     gives way to one whose line is closed: it would hold the room and not compute."""
+    waiting = batch.waiting()
+    if not waiting:
+        return
     worst = max((request.new.priority for request in batch.running), default=None)
-    better = [request for request in batch.waiting() if worst is not None and request.new.priority < worst]
+    better = [request for request in waiting if worst is not None and request.new.priority < worst]
     if not better:
         return
     closed = {request.line for request in batch.prefilling()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from ctypes import c_int64
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from stallfree_worker.model.cpu import library
 from stallfree_worker.model.cpu.draws import mask_addresses
 from stallfree_worker.model.cpu.packed import PackedMatrix
 from stallfree_worker.model.cpu.sketch import Sketch
+from stallfree_worker.model.decoder import FindLikeliest
 from stallfree_worker.model.draw import Logits
 from stallfree_worker.model.families import DecoderConfig
+from stallfree_worker.model.host_numbers import NumberList
 from stallfree_worker.model.kv_cache import KVCache
 from stallfree_worker.model.rope import RopeConfig, inverse_frequencies
 from stallfree_worker.model.weights import DecoderWeights, LayerWeights
@@ -63,6 +66,7 @@ class CpuDecoder:
         self._num_threads = num_threads
         self._hidden_size = config.hidden_size
         self._num_ids = weights.head.num_outputs
+        self._num_tiles = len(weights.head.tiles)
         for layer in weights.layers:  # from here on these weights are this decoder's alone
             layer.gate_up.interleave_halves()
         self._ropes = _Ropes(config)
@@ -70,6 +74,9 @@ class CpuDecoder:
         self._sketch = _sketch(config, weights, num_threads)
         self._struct = _struct(config, weights, self._layers, self._ropes, self._sketch, block_size=block_size)
         self._cache: KVCache | None = None
+        self._tables = (library.Tables * 0)()
+        self._batch = library.Batch(tables=self._tables)
+        """Filled for every step: it would take longer to make another."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scratch_tokens = 0
         """So many it has room for."""
@@ -78,6 +85,8 @@ class CpuDecoder:
         self._maxima_memory = torch.empty(0, self._most_maxima)
         self._logits = self._logits_of(0)
         self._bounds = torch.empty(0)
+        self._hidden = torch.empty(0, config.hidden_size)
+        self._num_hidden = 0
 
     def prepare(self, cache: KVCache) -> None:
         """Tells the kernels where the cache is."""
@@ -86,66 +95,60 @@ class CpuDecoder:
             layer.keys, layer.values = _address(keys), _address(values)
             layer.group = cache.layers.places[index].group
         self._cache = cache
+        self._tables = (library.Tables * len(cache.layers.groups))()
+        self._batch.tables = self._tables
 
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
         """See `Decoder`; the output is float32. What only other rows would need is not computed."""
         if cache is not self._cache:
             raise ValueError("this cache is not the one that was prepared last")
-        if inputs.fresh_blocks is not None:
-            cache.clear(inputs.fresh_blocks)
         num_tokens = len(inputs.token_ids)
-        tables = [
-            library.Tables(
-                seqlens_k=_address(table.seqlens_k),
-                block_tables=_address(table.block_tables),
-                starts=_address(table.starts),
-                max_blocks=table.block_tables.shape[1],
-            )
-            for table in inputs.sequences.tables
-        ]
-        batch = library.Batch(
-            token_ids=_address(inputs.token_ids),
-            positions=_address(inputs.positions),
-            cu_seqlens_q=_address(inputs.sequences.cu_seqlens_q),
-            num_shared=_address(inputs.num_shared),
-            wanted_rows=_address(inputs.wanted_rows),
-            tables=(library.Tables * len(tables))(*tables),
-            num_tokens=num_tokens,
-            num_sequences=len(inputs.sequences.query_lengths),
-            num_wanted=len(inputs.wanted_rows),
-        )
-        hidden = torch.empty(num_tokens, self._hidden_size)
+        if num_tokens != self._num_hidden:
+            self._hidden, self._num_hidden = torch.empty(num_tokens, self._hidden_size), num_tokens
+        batch = self._batch
+        for tables, group in zip(self._tables, inputs.tables, strict=True):
+            tables.kv_lengths = group.kv_lengths.address
+            tables.block_tables = group.addresses.address
+            tables.starts = group.starts.address
+        batch.token_ids = inputs.token_ids.address
+        batch.positions = inputs.positions.address
+        batch.cu_seqlens_q = inputs.row_starts.address
+        batch.num_shared = inputs.num_shared.address
+        batch.wanted_rows = inputs.wanted_rows.address
+        batch.fresh_blocks = inputs.fresh_blocks.address
+        batch.num_tokens = num_tokens
+        batch.num_sequences = len(inputs.query_lengths)
+        batch.num_wanted = len(inputs.wanted_rows)
+        batch.num_fresh = len(inputs.fresh_blocks)
         self._library.stallfree_forward(
-            self._struct, batch, _address(hidden), self._scratch_for(num_tokens), self._num_threads
+            self._struct, batch, _address(self._hidden), self._scratch_for(num_tokens), self._num_threads
         )
-        return hidden
+        return self._hidden
 
     @property
-    def finds_likeliest(self) -> bool:
-        return self._sketch is not None
-
-    def find_likeliest(self, hidden: Tensor, rows: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
+    def find_likeliest(self) -> FindLikeliest | None:
         """See `Decoder`."""
-        if self._sketch is None:
-            raise ValueError("this decoder finds nothing without logits")
-        num_rows, num_tiles = len(rows), len(self._weights.head.tiles)
-        if self._bounds.numel() < num_rows * num_tiles:
-            self._bounds = torch.empty(num_rows * num_tiles)
-        tokens = torch.empty(num_rows, dtype=torch.int64)
+        return None if self._sketch is None else self._find_likeliest
+
+    def _find_likeliest(self, hidden: Tensor, rows: NumberList, allowed: Sequence[Tensor | None]) -> list[int]:
+        num_rows = len(rows)
+        if self._bounds.numel() < num_rows * self._num_tiles:
+            self._bounds = torch.empty(num_rows * self._num_tiles)
+        tokens = (c_int64 * num_rows)()
         self._library.stallfree_find_likeliest(
             self._struct,
             _address(hidden),
-            _address(rows),
+            rows.address,
             num_rows,
             mask_addresses(allowed, num_rows=num_rows, num_ids=self._num_ids),
-            _address(tokens),
+            tokens,
             _address(self._bounds),
             self._scratch_for(num_rows),
             self._num_threads,
         )
-        return tokens
+        return list(tokens)
 
-    def logits(self, hidden: Tensor, rows: Tensor) -> Logits:
+    def logits(self, hidden: Tensor, rows: NumberList) -> Logits:
         """See `Decoder`; float32. The next call writes over them: fresh memory for so many would have to be cleared by
         the system in every step."""
         num_rows = len(rows)
@@ -154,7 +157,7 @@ class CpuDecoder:
         self._library.stallfree_logits(
             self._struct,
             _address(hidden),
-            _address(rows),
+            rows.address,
             num_rows,
             _address(self._logits.values),
             _address(self._logits.maxima),

@@ -17,7 +17,7 @@ import torch
 from stallfree_worker.model.errors import ModelLoadError
 
 LIBRARY_PATH = Path(__file__).with_name("_kernels.so")
-_INTERFACE = 4
+_INTERFACE = 5
 """Of `stallfree_interface` in `native/decoder.cpp`: raised there and here together."""
 
 
@@ -89,10 +89,9 @@ class DecoderStruct(ctypes.Structure):
 
 class Tables(ctypes.Structure):
     _fields_ = (
-        ("seqlens_k", c_void_p),
+        ("kv_lengths", c_void_p),
         ("block_tables", c_void_p),
         ("starts", c_void_p),
-        ("max_blocks", c_int64),
     )
 
 
@@ -103,10 +102,12 @@ class Batch(ctypes.Structure):
         ("cu_seqlens_q", c_void_p),
         ("num_shared", c_void_p),
         ("wanted_rows", c_void_p),
+        ("fresh_blocks", c_void_p),
         ("tables", POINTER(Tables)),
         ("num_tokens", c_int32),
         ("num_sequences", c_int32),
         ("num_wanted", c_int32),
+        ("num_fresh", c_int32),
     )
 
 
