@@ -33,11 +33,23 @@ struct CacheShape {
   std::int64_t block_bytes;
 };
 
-// One KV group's tables, as in Python's `GroupTables`.
-struct Tables {
-  const std::int32_t* kv_lengths;           // [num_sequences]: tokens in the blocks of the table
-  const std::int32_t* const* block_tables;  // [num_sequences]: each as long as its sequence
-  const std::int32_t* starts;               // [num_sequences]: position of the first token in the table
+// As in Python's `BlockTables`.
+struct BlockTable {
+  const std::int32_t* blocks;  // to the end of the sequence, at least
+  std::int64_t num_forgotten;  // blocks before the first of these
+};
+
+// The tables of all sequences in one KV group. Positions in a table count from its first token.
+struct GroupTables {
+  const BlockTable* first;
+  int stride;                // from a sequence's table to the next one's
+  const std::int32_t* ends;  // [num_sequences]: tokens of the text before and in this step
+  int block_size;
+
+  const BlockTable& of(int sequence) const { return first[std::ptrdiff_t{sequence} * stride]; }
+  // Of the text, before the table.
+  std::int64_t start(int sequence) const { return of(sequence).num_forgotten * block_size; }
+  int length(int sequence) const { return static_cast<int>(ends[sequence] - start(sequence)); }
 };
 
 struct AttentionRule {
@@ -97,7 +109,7 @@ void write_value(char* head, const float* value, int slot, int head_dim, int blo
 template <class T>
 class Attention {
  public:
-  Attention(const CacheShape& shape, const CacheLayer& layer, const Tables& tables, const AttentionRule& rule,
+  Attention(const CacheShape& shape, const CacheLayer& layer, const GroupTables& tables, const AttentionRule& rule,
             int num_heads)
       : shape_(shape),
         layer_(layer),
@@ -111,7 +123,7 @@ class Attention {
                AttentionScratch<T>& own) const {
     const int head_dim = shape_.head_dim;
     const int num_rows = (task.end - task.first) * group_;
-    const int offset = tables_.kv_lengths[task.sequence] - num_queries;  // of the first query among the keys
+    const int offset = tables_.length(task.sequence) - num_queries;  // of the first query among the keys
     for (int row = 0; row < num_rows; ++row) {
       std::memcpy(own.queries + row * head_dim, at(q, first_row, task, row), sizeof(T) * head_dim);
       own.largest[row] = -std::numeric_limits<float>::infinity();
@@ -122,7 +134,7 @@ class Attention {
     const int first_key = rule_.window ? std::max(0, offset + task.first - rule_.window + 1) : 0;
     // Spans begin at multiples of their size in the text, not in the table: a row's result must not depend on how much
     // of a window's past is forgotten.
-    const int phase = tables_.starts[task.sequence] % kSpanKeys;
+    const int phase = static_cast<int>(tables_.start(task.sequence) % kSpanKeys);
     const int first_block = first_key / shape_.block_size * shape_.block_size;
     for (int key = (first_key + phase) / kSpanKeys * kSpanKeys - phase; key < end_key; key += kSpanKeys) {
       const int first = std::max(key, first_block);
@@ -144,7 +156,7 @@ class Attention {
   }
 
   const char* head_of(const char* cache, const AttentionTask& task, int block) const {
-    const std::int32_t number = tables_.block_tables[task.sequence][block];
+    const std::int32_t number = tables_.of(task.sequence).blocks[block];
     return cache + number * shape_.block_bytes + task.kv_head * shape_.head_bytes;
   }
 
@@ -286,7 +298,7 @@ class Attention {
 
   const CacheShape shape_;
   const CacheLayer layer_;
-  const Tables tables_;
+  const GroupTables tables_;
   const AttentionRule rule_;
   const int num_heads_;
   const int group_;

@@ -83,16 +83,15 @@ struct StallfreeDecoder {
 
 struct StallfreeBatch {
   const std::int64_t* token_ids;     // [num_tokens]
-  const std::int64_t* positions;     // [num_tokens]
   const std::int32_t* cu_seqlens_q;  // [num_sequences + 1]
+  const std::int32_t* num_computed;  // [num_sequences]: tokens of the text before these
   const std::int32_t* num_shared;    // [num_sequences]: so many of the text stand in the cache and are not written again
   const std::int64_t* wanted_rows;   // [num_wanted], rising: the rows whose output anybody wants
-  const std::int64_t* fresh_blocks;  // [num_fresh]: blocks of any group that are cleared first
-  const Tables* tables;              // [num_groups]
+  const BlockTable* tables;          // [num_sequences, num_groups]
   std::int32_t num_tokens;
   std::int32_t num_sequences;
   std::int32_t num_wanted;
-  std::int32_t num_fresh;
+  std::int32_t num_groups;
 };
 
 }  // extern "C"
@@ -159,8 +158,13 @@ class ForwardPass {
     integers_ = take<char>(scratch, num_tokens * widest_integer_row(decoder));
     attention_scratch_ = take<AttentionScratch<T>>(scratch, num_threads);
     for (int sequence = 0; sequence < batch.num_sequences; ++sequence) {
-      sequence_of_row_.insert(sequence_of_row_.end(), num_queries_of(sequence), sequence);
+      for (int query = 0; query < num_queries_of(sequence); ++query) {
+        sequence_of_row_.push_back(sequence);
+        position_of_row_.push_back(batch.num_computed[sequence] + query);
+      }
+      ends_.push_back(batch.num_computed[sequence] + num_queries_of(sequence));
     }
+    find_fresh_blocks();
     const auto all = [&](int sequence) { return Range{0, num_queries_of(sequence)}; };
     const auto wanted = [&](int sequence) { return wanted_queries(sequence); };
     all_rows_ = {nullptr, batch.num_tokens, plan_attention(all)};
@@ -182,13 +186,8 @@ class ForwardPass {
   int most_stages() const { return 2 + kMostLayerStages * decoder_.num_layers; }
 
   void run(Member& member) {
-    if (batch_.num_fresh > 0) {
-      const std::vector<char*> caches = distinct_caches();
-      member.share_small(batch_.num_fresh, [&](int place) {
-        for (char* cache : caches) {
-          std::memset(cache + batch_.fresh_blocks[place] * shape_.block_bytes, 0, shape_.block_bytes);
-        }
-      });
+    if (!fresh_blocks_.empty()) {
+      member.share_small(static_cast<int>(fresh_blocks_.size()), [&](int number) { clear(fresh_blocks_[number]); });
     }
     member.share_small(batch_.num_tokens, [&](int row) {
       find_angles(row);
@@ -235,17 +234,36 @@ class ForwardPass {
     return tasks;
   }
 
-  // Keys and values of all layers: those of one place in their groups are in one.
-  std::vector<char*> distinct_caches() const {
-    std::vector<char*> caches;
-    for (int number = 0; number < decoder_.num_layers; ++number) {
-      for (char* cache : {decoder_.layers[number].keys, decoder_.layers[number].values}) {
-        if (std::find(caches.begin(), caches.end(), cache) == caches.end()) {
-          caches.push_back(cache);
+  GroupTables tables_of(int group) const {
+    return {batch_.tables + group, batch_.num_groups, ends_.data(), shape_.block_size};
+  }
+
+  // What attention reads of a block must be finite, so those that a sequence begins and does not fill are cleared.
+  void find_fresh_blocks() {
+    for (int group = 0; group < batch_.num_groups; ++group) {
+      const GroupTables tables = tables_of(group);
+      for (int sequence = 0; sequence < batch_.num_sequences; ++sequence) {
+        const int num_last = tables.length(sequence) % shape_.block_size;
+        if (0 < num_last && num_last <= num_queries_of(sequence)) {
+          fresh_blocks_.push_back({group, tables.of(sequence).blocks[tables.length(sequence) / shape_.block_size]});
         }
       }
     }
-    return caches;
+  }
+
+  struct FreshBlock {
+    int group;
+    std::int64_t block;
+  };
+
+  void clear(const FreshBlock& fresh) const {
+    for (int number = 0; number < decoder_.num_layers; ++number) {
+      const StallfreeLayer& layer = decoder_.layers[number];
+      if (layer.group == fresh.group) {
+        std::memset(layer.keys + fresh.block * shape_.block_bytes, 0, shape_.block_bytes);
+        std::memset(layer.values + fresh.block * shape_.block_bytes, 0, shape_.block_bytes);
+      }
+    }
   }
 
   // From the first that is wanted to the last.
@@ -263,7 +281,7 @@ class ForwardPass {
 
   // Of all ropes, as far as a row is turned by them.
   void find_angles(int row) {
-    const __m256 position = _mm256_set1_ps(static_cast<float>(batch_.positions[row]));
+    const __m256 position = _mm256_set1_ps(static_cast<float>(position_of_row_[row]));
     for (int rope = 0, half = decoder_.head_dim / 2; rope < decoder_.num_ropes; ++rope) {
       const __m256 factor = _mm256_set1_ps(decoder_.rope_factors[rope]);
       for (int i = rope * half; i < (rope + 1) * half; i += 8) {
@@ -370,15 +388,15 @@ class ForwardPass {
   void place_heads(int row, const StallfreeLayer& layer) {
     const int dim = decoder_.head_dim, half = dim / 2;
     const int num_heads = decoder_.num_heads, num_rotated = num_heads + decoder_.num_kv_heads;
-    const Tables& tables = batch_.tables[layer.group];
+    const GroupTables tables = tables_of(layer.group);
     alignas(64) float turned[kMostHeadDim];
     float* heads = projected_ + std::int64_t{row} * num_qkv_;
     const float* cosine = cosines_ + std::int64_t{row} * num_angles_ + layer.rope * half;
     const float* sine = sines_ + std::int64_t{row} * num_angles_ + layer.rope * half;
     const int sequence = sequence_of_row_[row];
-    const bool is_shared = batch_.positions[row] < batch_.num_shared[sequence];
-    const std::int64_t place = batch_.positions[row] - tables.starts[sequence];
-    const std::int64_t block = tables.block_tables[sequence][place / shape_.block_size];
+    const bool is_shared = position_of_row_[row] < batch_.num_shared[sequence];
+    const std::int64_t place = position_of_row_[row] - tables.start(sequence);
+    const std::int64_t block = tables.of(sequence).blocks[place / shape_.block_size];
     const int slot = static_cast<int>(place % shape_.block_size);
     for (int head = 0; head < num_rotated; ++head) {
       float* values = heads + head * dim;
@@ -411,7 +429,7 @@ class ForwardPass {
 
   void attend(Member& member, const StallfreeLayer& layer, const std::vector<AttentionTask>& tasks) {
     const AttentionRule rule{decoder_.attention_scale, decoder_.attention_softcap, layer.window};
-    const Attention<T> attention(shape_, {layer.keys, layer.values}, batch_.tables[layer.group], rule,
+    const Attention<T> attention(shape_, {layer.keys, layer.values}, tables_of(layer.group), rule,
                                  decoder_.num_heads);
     member.share_one_by_one(static_cast<int>(tasks.size()), [&](int number) {
       const AttentionTask& task = tasks[number];
@@ -469,6 +487,9 @@ class ForwardPass {
   char* integers_;
   AttentionScratch<T>* attention_scratch_;
   std::vector<int> sequence_of_row_;
+  std::vector<std::int32_t> position_of_row_;
+  std::vector<std::int32_t> ends_;  // of each sequence, in its text
+  std::vector<FreshBlock> fresh_blocks_;
   Rows all_rows_;
   Rows wanted_rows_;  // where these are fewer
 };
@@ -558,7 +579,7 @@ int stallfree_interface() { return 5; }
 // Of the structures, in the order in which Python names them: it must mean the same.
 int stallfree_struct_bytes(int number) {
   constexpr int kBytes[] = {sizeof(StallfreeMatrix),  sizeof(StallfreeSketch), sizeof(StallfreeLayer),
-                            sizeof(StallfreeDecoder), sizeof(Tables),          sizeof(StallfreeBatch)};
+                            sizeof(StallfreeDecoder), sizeof(StallfreeBatch)};
   return kBytes[number];
 }
 

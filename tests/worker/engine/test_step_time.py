@@ -22,7 +22,7 @@ def prefill(num_tokens: int, context_tokens: int = 0) -> StepShape:
 def decodes(count: int, context_tokens: int = 500) -> StepShape:
     shape = StepShape()
     for _ in range(count):
-        shape = shape.with_decode(context_tokens)
+        shape = shape.with_decodes([context_tokens])
     return shape
 
 
@@ -114,11 +114,11 @@ def test_what_logits_take_beyond_the_likeliest_tokens_is_learned_apart() -> None
 
 
 @pytest.mark.parametrize(
-    "add", [lambda shape: shape.with_decode(9, needs_logits=True), lambda shape: shape.with_rows(1)]
+    "add", [lambda shape: shape.with_decodes([9], needs_logits=True), lambda shape: shape.with_rows(1)]
 )
 def test_one_row_that_needs_logits_makes_the_step_need_them(add: Callable[[StepShape], StepShape]) -> None:
     assert not decodes(3).needs_logits
-    assert add(decodes(3)).with_decode(9).with_chunk(5, 0, is_last=True).needs_logits
+    assert add(decodes(3)).with_decodes([9]).with_chunk(5, 0, is_last=True).needs_logits
     assert decodes(3).with_chunk(5, 0, is_last=True, needs_logits=True).needs_logits
     assert not decodes(3).with_chunk(5, 0, is_last=False, needs_logits=True).needs_logits
 
@@ -197,5 +197,5 @@ def test_layers_with_a_window_count_what_they_see(context: int, chunk: int) -> N
 
 def test_a_decode_reads_of_a_window_what_it_holds() -> None:
     windows = ((None, 0.25), (512, 0.75))
-    assert StepShape(windows=windows).with_decode(4096).decode_context_tokens == pytest.approx(1024 + 384, abs=1)
-    assert StepShape(windows=windows).with_decode(100).decode_context_tokens == pytest.approx(100, abs=1)
+    assert StepShape(windows=windows).with_decodes([4096]).decode_context_tokens == pytest.approx(1024 + 384, abs=1)
+    assert StepShape(windows=windows).with_decodes([100]).decode_context_tokens == pytest.approx(100, abs=1)

@@ -143,7 +143,7 @@ def test_what_others_share_is_not_written(tiny_folder: Callable[[str], Path]) ->
         cached.fill_(77)
     chunk = Texts(runner)._chunk("a", 40, cache)._replace(num_shared_tokens=20)
     plan = StepPlan(step_id=0, chunks=(chunk,), num_decode_tokens=0, num_prefill_tokens=40)
-    runner._decoder.forward(make_batch_inputs(plan, cache), cache)
+    runner._decoder.forward(make_batch_inputs(plan, block_size=cache.block_size), cache)
     blocks = list(chunk.block_tables[0].blocks[:3])
     for cached in cache.layer(0):
         num_left = [int((cached[block] == 77).sum()) for block in blocks]

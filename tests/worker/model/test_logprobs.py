@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stallfree_shared.wire import MAX_LOGPROBS, RequestId, SamplingParams, TokenLogprobs
-from stallfree_worker.engine.step import BlockTable, Chunk, TokenHistory
+from stallfree_worker.engine.step import BlockTable, BlockTables, Chunk, TokenHistory
 from stallfree_worker.loaded_model import LoadedModel
 from stallfree_worker.model.host_numbers import NumberList
 from stallfree_worker.model.logprobs import prompt_targets, score_drawn, score_prompts
@@ -180,7 +180,7 @@ def make_chunk(*, first: int, length: int, prompt: tuple[int, ...], num_top: int
         request_id=RequestId(name),
         token_ids=tokens[first : first + length],
         num_computed_tokens=first,
-        block_tables=(BlockTable(blocks=(0,)),),
+        block_tables=BlockTables([BlockTable(blocks=(0,))]),
         sampling=SamplingParams(max_tokens=1, prompt_logprobs=num_top, logprobs=num_top),
         output_index=None,
         history=TokenHistory(prompt_token_ids=prompt, output_token_ids=()),

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stallfree_shared.wire import RequestId, SamplingParams
-from stallfree_worker.engine.step import BlockTable, Chunk, StepPlan
+from stallfree_worker.engine.step import BlockTable, BlockTables, Chunk, StepPlan
 from stallfree_worker.loaded_model import LoadedModel
-from stallfree_worker.model.batch_inputs import make_batch_inputs
+from stallfree_worker.model.batch_inputs import BatchInputs, make_batch_inputs
+from stallfree_worker.model.device_inputs import make_device_inputs
 from stallfree_worker.model.host_numbers import side_by_side
 from stallfree_worker.model.kv_cache import KVCache, KVCacheShape
 from stallfree_worker.model.kv_groups import group_layers
@@ -32,7 +33,7 @@ def make_chunk(name: str, token_ids: tuple[int, ...], *, num_computed: int = 0, 
         request_id=RequestId(name),
         token_ids=token_ids,
         num_computed_tokens=num_computed,
-        block_tables=(BlockTable(blocks=blocks),),
+        block_tables=BlockTables([BlockTable(blocks=blocks)]),
         sampling=GREEDY,
         output_index=0,
     )
@@ -52,28 +53,31 @@ def make_cache(*windows: int | None) -> KVCache:
 CPU = torch.device("cpu")
 
 
+def inputs_of(*chunks: Chunk) -> BatchInputs:
+    return make_batch_inputs(make_plan(*chunks), block_size=4)
+
+
 def test_a_plan_becomes_flat_numbers_with_single_tokens_first() -> None:
     prefill = make_chunk("p", (11, 12, 13, 14, 15, 16), num_computed=2, blocks=(7, 3, 9))
-    decode = make_chunk("d", (21,), num_computed=4, blocks=(5, 2, 8))
-    inputs = make_batch_inputs(make_plan(prefill, decode), make_cache())
-    assert inputs.query_lengths == (1, 6)
+    decode = make_chunk("d", (21,), num_computed=4, blocks=(5, 2, 8))._replace(num_shared_tokens=4)
+    inputs = inputs_of(prefill, decode)
+    assert [chunk.request_id for chunk in inputs.chunks] == ["d", "p"]
+    assert inputs.token_ids.tolist() == [21, 11, 12, 13, 14, 15, 16]
+    assert inputs.row_starts.tolist() == [0, 1, 7]
+    assert (inputs.num_computed.tolist(), inputs.num_shared.tolist()) == ([4, 2], [4, 0])
     assert inputs.logit_rows.tolist() == [0, 6]
     assert [chunk.request_id for chunk in inputs.sampled] == ["d", "p"]
-    assert inputs.fresh_blocks.tolist() == [2]
-    assert (inputs.token_ids.tolist(), inputs.positions.tolist()) == (
-        [21, 11, 12, 13, 14, 15, 16],
-        [4, 2, 3, 4, 5, 6, 7],
-    )
 
 
-def test_tensors_are_the_numbers_of_the_host() -> None:
+def test_tensors_are_what_follows_from_a_plan() -> None:
     prefill = make_chunk("p", (11, 12, 13, 14, 15, 16), num_computed=2, blocks=(7, 3, 9))
     decode = make_chunk("d", (21,), num_computed=4, blocks=(5, 2, 8))
-    inputs = make_batch_inputs(make_plan(prefill, decode), make_cache())
-    tensors = inputs.on(CPU, make_cache())
-    assert tensors.token_ids.tolist() == inputs.token_ids.tolist()
-    assert tensors.positions.tolist() == inputs.positions.tolist()
+    inputs = inputs_of(prefill, decode)
+    tensors = make_device_inputs(inputs, make_cache(), CPU)
+    assert tensors.token_ids.tolist() == [21, 11, 12, 13, 14, 15, 16]
+    assert tensors.positions.tolist() == [4, 2, 3, 4, 5, 6, 7]
     assert tensors.slot_mapping.tolist() == [[8, 30, 31, 12, 13, 14, 15]]
+    assert tensors.fresh_blocks.tolist() == [2]
     assert tensors.sequences.query_lengths == (1, 6)
     assert tensors.sequences.cu_seqlens_q.tolist() == [0, 1, 7]
     table = tensors.sequences.tables[0]
@@ -84,35 +88,33 @@ def test_tensors_are_the_numbers_of_the_host() -> None:
 
 def test_short_tables_are_padded_with_the_null_block() -> None:
     chunks = (make_chunk("a", (1,), blocks=(0, 1, 2)), make_chunk("b", (1,) * 9, blocks=(3, 4, 5)))
-    tensors = make_batch_inputs(make_plan(*chunks), make_cache()).on(CPU, make_cache())
+    tensors = make_device_inputs(inputs_of(*chunks), make_cache(), CPU)
     assert tensors.sequences.tables[0].block_tables.tolist() == [[0, 99, 99], [3, 4, 5]]
 
 
 def test_a_table_that_is_too_short_is_refused() -> None:
-    chunks = (make_chunk("a", (1,), blocks=(0,)), make_chunk("b", (1,) * 9, blocks=(3, 4)))
-    with pytest.raises(ValueError, match="does not reach to the end of its chunk"):
-        make_batch_inputs(make_plan(*chunks), make_cache())
+    with pytest.raises(ValueError, match="b: a block table does not reach to the end of its chunk"):
+        inputs_of(make_chunk("a", (1,), blocks=(0,)), make_chunk("b", (1,) * 9, blocks=(3, 4)))
 
 
 def test_a_group_with_a_window_has_lengths_and_slots_of_its_own() -> None:
-    chunk = make_chunk("p", (1, 2, 3), num_computed=10, blocks=())._replace(
-        block_tables=(BlockTable(blocks=(7, 3, 9, 1)), BlockTable(blocks=(5, 6), num_forgotten=2)),
+    chunk = make_chunk("p", (1, 2, 3), num_computed=10, blocks=(0,))._replace(
+        block_tables=BlockTables([BlockTable(blocks=(7, 3, 9, 1)), BlockTable(blocks=(5, 6), num_forgotten=2)]),
     )
-    inputs = make_batch_inputs(make_plan(chunk), make_cache(None, 3))
-    tensors = inputs.on(CPU, make_cache(None, 3))
-    assert inputs.positions.tolist() == [10, 11, 12]
+    tensors = make_device_inputs(inputs_of(chunk), make_cache(None, 3), CPU)
+    assert tensors.positions.tolist() == [10, 11, 12]
     assert tensors.slot_mapping.tolist() == [[38, 39, 4], [22, 23, 24]]
     full, window = tensors.sequences.tables
     assert (full.block_tables.tolist(), full.kv_lengths, full.starts.tolist()) == ([[7, 3, 9, 1]], (13,), [0])
     assert (window.block_tables.tolist(), window.kv_lengths, window.starts.tolist()) == ([[5, 6]], (5,), [8])
-    assert inputs.fresh_blocks.tolist() == [1, 6]
+    assert tensors.fresh_blocks.tolist() == [1, 6]
 
 
 def test_shared_tokens_are_written_to_the_waste_block_only() -> None:
     chunk = make_chunk("p", (1,), num_computed=7, blocks=(2, 3))._replace(num_shared_tokens=8)
-    inputs = make_batch_inputs(make_plan(chunk), make_cache())
-    assert inputs.on(CPU, make_cache()).slot_mapping.tolist() == [[400]]
-    assert inputs.fresh_blocks.tolist() == []
+    tensors = make_device_inputs(inputs_of(chunk), make_cache(), CPU)
+    assert tensors.slot_mapping.tolist() == [[400]]
+    assert tensors.fresh_blocks.tolist() == []
 
 
 def test_lists_of_numbers_stand_side_by_side_in_one_memory() -> None:

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from stallfree_shared.wire import RequestId, SamplingParams, StructuredOutput
-from stallfree_worker.engine.step import BlockTable, Chunk, StepPlan, TokenHistory
+from stallfree_worker.engine.step import BlockTable, BlockTables, Chunk, StepPlan, TokenHistory
 from stallfree_worker.model.grammar_masks import GrammarVocabulary
 from stallfree_worker.model.id_masks import unpack
 from stallfree_worker.model.structured_output import PATIENCE_SECONDS, StepMasks, StructuredOutputs
@@ -59,7 +59,7 @@ def chunk(
         request_id=RequestId(name),
         token_ids=(7,),
         num_computed_tokens=0,
-        block_tables=(BlockTable(blocks=(0,)),),
+        block_tables=BlockTables([BlockTable(blocks=(0,))]),
         sampling=SamplingParams(max_tokens=100, structured_output=output, ignore_eos=ignore_eos),
         output_index=len(text) if draws else None,
         history=TokenHistory(prompt_token_ids=(7,), output_token_ids=tuple(text)) if draws else None,

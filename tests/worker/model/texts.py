@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stallfree_shared.wire import RequestId
-from stallfree_worker.engine.step import BlockTable, Chunk, StepPlan
+from stallfree_worker.engine.step import BlockTable, BlockTables, Chunk, StepPlan
 from stallfree_worker.model.batch_inputs import make_batch_inputs
 from stallfree_worker.model.host_numbers import NumberList
 from stallfree_worker.model.kv_cache import KVCache
@@ -41,7 +41,7 @@ class Texts:
             num_prefill_tokens=0,
         )
         with torch.inference_mode():
-            inputs = make_batch_inputs(plan, cache)
+            inputs = make_batch_inputs(plan, block_size=cache.block_size)
             wanted = NumberList.of(range(len(inputs.token_ids)) if rows is None else rows)
             hidden = self.runner._decoder.forward(inputs._replace(wanted_rows=wanted), cache)
             return self.runner._decoder.logits(hidden, wanted).values.clone()
@@ -59,7 +59,9 @@ class Texts:
             request_id=RequestId(name),
             token_ids=tuple(tokens[start : start + count]),
             num_computed_tokens=start,
-            block_tables=tuple([self._table(blocks, group, start) for group, blocks in enumerate(self.blocks[name])]),
+            block_tables=BlockTables(
+                [self._table(blocks, group, start) for group, blocks in enumerate(self.blocks[name])]
+            ),
             sampling=GREEDY,
             output_index=0,
         )

@@ -27,14 +27,14 @@ from stallfree_worker.engine.integrity import require
 from stallfree_worker.engine.kv_layout import KVLayout
 from stallfree_worker.engine.prefix_cache import CachedPrefix, PrefixPromises, longest_prefix, no_prefix
 from stallfree_worker.engine.prefix_hashes import PrefixHashes
-from stallfree_worker.engine.step import BlockTable
+from stallfree_worker.engine.step import BlockTable, BlockTables
 
 
 @dataclass(slots=True, kw_only=True)
 class _Holding:
     """What one request holds."""
 
-    tables: tuple[BlockTable, ...]
+    tables: BlockTables
     reserved: tuple[int, ...]
     """By group, blocks that are claimed even while the table is shorter; 0 for groups without a window."""
     reserved_for_decode: tuple[int, ...]
@@ -83,7 +83,7 @@ class BlockManager:
         """The requests that hold blocks."""
         return self._holding_by_id.keys()
 
-    def block_tables(self, request_id: RequestId) -> tuple[BlockTable, ...]:
+    def block_tables(self, request_id: RequestId) -> BlockTables:
         """One for each KV group."""
         return self._holding_by_id[request_id].tables
 
@@ -151,7 +151,7 @@ class BlockManager:
         longest = max(num_tokens, num_reserved_tokens)
         num_shared = prefix.num_tokens // self.layout.block_size
         holding = _Holding(
-            tables=prefix.tables,
+            tables=BlockTables(prefix.tables),
             reserved=self._reserved_for_prefill(prefix, num_tokens, longest),
             reserved_for_decode=self._reserved_for_decode(longest),
             num_tokens=num_tokens,
@@ -250,7 +250,10 @@ class BlockManager:
             require(len(set(table.blocks)) == len(table.blocks), f"{request_id}: a block stands twice in its table")
             starts_by_window.setdefault(window, set()).add(table.num_forgotten)
         require(all(len(starts) == 1 for starts in starts_by_window.values()), f"{request_id}: tables begin unequally")
-        require(holding.num_covered_tokens == self._covered_tokens(holding), f"{request_id}: its slots are miscounted")
+        num_covered = self.layout.block_size * min(
+            [table.num_forgotten + len(table.blocks) for table in holding.tables]
+        )
+        require(holding.num_covered_tokens == num_covered, f"{request_id}: its slots are miscounted")
 
     def _num_used(self, blocks: Iterable[int], *, without: Mapping[int, int] = MappingProxyType({})) -> int:
         """How many of the blocks tables refer to, other than as often as `without` says: they are claimed already."""
@@ -314,7 +317,7 @@ class BlockManager:
                 blocks = table.blocks + self._pool.take(num_missing)
                 longer[group] = BlockTable(blocks=blocks, num_forgotten=table.num_forgotten)
         self._replace(holding, longer)
-        holding.num_covered_tokens = self._covered_tokens(holding)
+        holding.num_covered_tokens = holding.tables.num_reached_blocks * self.layout.block_size
 
     def _replace(self, holding: _Holding, changed: Mapping[int, BlockTable]) -> None:
         """Puts other tables in the place of some groups'. Only what is beyond the reserve is claimed anew."""
@@ -324,7 +327,4 @@ class BlockManager:
             before, reserved = len(holding.tables[group].blocks), holding.reserved[group]
             self._num_claimed += max(len(table.blocks), reserved) - max(before, reserved)
         require(self._num_claimed <= self.num_blocks, "more blocks are taken than were claimed")
-        holding.tables = tuple([changed.get(group, table) for group, table in enumerate(holding.tables)])
-
-    def _covered_tokens(self, holding: _Holding) -> int:
-        return self.layout.block_size * min([table.num_forgotten + len(table.blocks) for table in holding.tables])
+        holding.tables = BlockTables([changed.get(group, table) for group, table in enumerate(holding.tables)])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from stallfree_shared.wire import FinishReason, RequestId, SamplingParams, TokenLogprobs
 from stallfree_worker.engine.integrity import require
 from stallfree_worker.engine.prefix_hashes import PrefixHashes
-from stallfree_worker.engine.step import BlockTable, Chunk, NewRequest, TokenHistory
+from stallfree_worker.engine.step import BlockTables, Chunk, NewRequest, TokenHistory
 
 Line = tuple[int, int, int]
 """Names the requests that are served in order of arrival among themselves: priority, size and target alike."""
@@ -130,7 +130,7 @@ class Request:
         """Whether it lost its blocks, and has drawn nothing since."""
         return self.was_preempted_since_last_token or self.was_preempted_with_token_pending
 
-    def next_chunk(self, num_tokens: int, block_tables: tuple[BlockTable, ...], *, num_shared_tokens: int) -> Chunk:
+    def next_chunk(self, num_tokens: int, block_tables: BlockTables, *, num_shared_tokens: int) -> Chunk:
         """The next `num_tokens` tokens to compute, as a message. Copies these tokens and no others."""
         end = self.num_computed_tokens + num_tokens
         return Chunk(

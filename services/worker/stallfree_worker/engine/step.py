@@ -9,7 +9,7 @@ times as long.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
@@ -80,6 +80,21 @@ class BlockTable:
         object.__setattr__(self, "packed_address", packed.buffer_info()[0])
 
 
+class BlockTables(tuple[BlockTable, ...]):  # noqa: SLOT001 - a tuple has no room for slots
+    """Those of one request, one for each of the runner's `kv_groups`."""
+
+    packed: bytes
+    """Of each table, the address of its blocks and `num_forgotten`, as 64-bit integers: see `native/attention.h`."""
+    num_reached_blocks: int
+    """Blocks of the text, from the first on, as far as every table reaches."""
+
+    def __init__(self, tables: Iterable[BlockTable]) -> None:
+        del tables  # they are in it already
+        numbers = [number for table in self for number in (table.packed_address, table.num_forgotten)]
+        self.packed = array("q", numbers).tobytes()
+        self.num_reached_blocks = min([table.num_forgotten + len(table.blocks) for table in self])
+
+
 class Chunk(NamedTuple):
     """The slice of one request's tokens that is computed in one step. A decode is a chunk of one token."""
 
@@ -87,8 +102,8 @@ class Chunk(NamedTuple):
     token_ids: tuple[int, ...]
     num_computed_tokens: int
     """Tokens of this request whose keys and values are in the cache already: the position of `token_ids[0]`."""
-    block_tables: tuple[BlockTable, ...]
-    """One for each of the runner's `kv_groups`. They reach to the chunk's last token, at least, and back to the first
+    block_tables: BlockTables
+    """They reach to the chunk's last token, at least, and back to the first
     that a window of the group lets the chunk look at. Tables of groups with equal windows begin alike."""
     sampling: SamplingParams
     output_index: int | None

@@ -24,6 +24,7 @@ import bisect
 import math
 import operator
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _KNOT_TOKENS = (0, 16, 64, 256)
@@ -77,16 +78,17 @@ class StepShape(NamedTuple):
     needs_logits: bool = False
     """Whether a row is more than the likeliest token. Else the output layer may take a shorter way."""
 
-    def with_decode(self, context_tokens: int, *, needs_logits: bool = False) -> StepShape:
-        """With one more decode, whose context is `context_tokens` long."""
-        return StepShape(  # not `_replace`, which takes longer: this is done for every token
-            windows=self.windows,
-            num_tokens=self.num_tokens + 1,
-            num_prefill_tokens=self.num_prefill_tokens,
-            num_rows=self.num_rows + 1,
-            decode_context_tokens=self.decode_context_tokens + self._pairs(1, context_tokens),
-            prefill_attention_tokens=self.prefill_attention_tokens,
-            num_requests=self.num_requests + 1,
+    def with_decodes(self, contexts: Sequence[int], *, needs_logits: bool = False) -> StepShape:
+        """With one more decode for each of `contexts`, whose lengths they are in tokens."""
+        read = self.decode_context_tokens
+        for window, share in self.windows:
+            most = math.inf if window is None else window
+            read += share * sum([context + 0.5 if context < most else most for context in contexts])
+        return self._replace(
+            num_tokens=self.num_tokens + len(contexts),
+            num_rows=self.num_rows + len(contexts),
+            decode_context_tokens=read,
+            num_requests=self.num_requests + len(contexts),
             needs_logits=self.needs_logits or needs_logits,
         )
 
@@ -133,7 +135,7 @@ class StepTimeModel:
     def __init__(self, empty_step: StepShape | None = None) -> None:
         """`empty_step` tells the windows of the model, for the summary."""
         empty_step = empty_step or StepShape()
-        self._one_decode = empty_step.with_decode(0)
+        self._one_decode = empty_step.with_decodes([0])
         self._one_prompt = empty_step.with_chunk(_LINE_TOKENS, 0, is_last=True)
         self._window: dict[tuple[int, bool], deque[tuple[_Features, float]]] = {}
         self._moments = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]  # Σ w x xᵀ

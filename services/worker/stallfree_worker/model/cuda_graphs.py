@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from stallfree_worker.model.attention.interface import PagedSequences, PagedTables
-from stallfree_worker.model.batch_inputs import BatchInputs, DeviceInputs
+from stallfree_worker.model.batch_inputs import BatchInputs
 from stallfree_worker.model.decoder import TorchDecoder
+from stallfree_worker.model.device_inputs import DeviceInputs, make_device_inputs
 from stallfree_worker.model.draw import Logits
 from stallfree_worker.model.host_numbers import NumberList
 from stallfree_worker.model.kv_cache import KVCache
@@ -132,9 +133,10 @@ class GraphedDecoder:
         recorded = self._find(inputs) if cache is self._cache else None
         if recorded is None:
             return self._decoder.forward(inputs, cache)
-        if inputs.fresh_blocks:
-            cache.clear(inputs.fresh_blocks.on(self.device))
-        recorded.buffers.fill(inputs.on(self.device, cache))
+        own = make_device_inputs(inputs, cache, self.device)
+        if len(own.fresh_blocks):
+            cache.clear(own.fresh_blocks)
+        recorded.buffers.fill(own)
         recorded.replay()
         return recorded.hidden[: len(inputs.token_ids)]
 
@@ -142,11 +144,10 @@ class GraphedDecoder:
         return self._decoder.logits(hidden, rows)
 
     def _find(self, inputs: BatchInputs) -> _RecordedPass | None:
-        num_sequences = len(inputs.query_lengths)
         wanted = GraphSize(
             num_tokens=len(inputs.token_ids),
-            num_sequences=num_sequences,
-            has_prefills=inputs.num_single_queries < num_sequences,
+            num_sequences=len(inputs.chunks),
+            has_prefills=len(inputs.token_ids) > len(inputs.chunks),
         )
         return next((self._passes[size] for size in self._sizes if size.holds(wanted)), None)
 
@@ -192,6 +193,7 @@ class _Buffers:
                 ),
             ),
             slot_mapping=ints(num_groups, size.num_tokens, dtype=torch.int64).fill_(self._waste_slot),
+            fresh_blocks=ints(0, dtype=torch.int64),
         )
         if not size.has_prefills:
             # every decode is at the place of its sequence, the padded ones too

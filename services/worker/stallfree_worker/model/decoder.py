@@ -14,7 +14,8 @@ import torch.nn.functional as F  # noqa: N812 - the name that torch's own docume
 from torch import Tensor
 
 from stallfree_worker.model.attention.interface import AttentionBackend, AttentionRule
-from stallfree_worker.model.batch_inputs import BatchInputs, DeviceInputs
+from stallfree_worker.model.batch_inputs import BatchInputs
+from stallfree_worker.model.device_inputs import DeviceInputs, make_device_inputs
 from stallfree_worker.model.draw import Logits
 from stallfree_worker.model.families import DecoderConfig, LayerConfig
 from stallfree_worker.model.host_numbers import NumberList
@@ -94,12 +95,13 @@ class TorchDecoder:
 
     @torch.inference_mode()
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
-        if inputs.fresh_blocks:
-            cache.clear(inputs.fresh_blocks.on(self.device))
-        return self.compute(inputs.on(self.device, cache), cache)
+        own = make_device_inputs(inputs, cache, self.device)
+        if len(own.fresh_blocks):
+            cache.clear(own.fresh_blocks)
+        return self.compute(own, cache)
 
     def compute(self, inputs: DeviceInputs, cache: KVCache) -> Tensor:
-        """`forward` of what is on the device already, in blocks that need not be cleared."""
+        """`forward` of what is on the device already, whose fresh blocks are cleared."""
         hidden = F.embedding(inputs.token_ids, self._weights.embedding) * self._embedding_scale
         angles = dict(zip(self._rope_configs, self._ropes.angles(inputs.positions), strict=True))
         slots = inputs.slot_mapping.unbind(0)

@@ -22,8 +22,8 @@ from stallfree_worker.model.transfers import to_device
 class HostNumbers:
     """Numbers of one width, one after another. The first that is asked for on a device takes all of them there."""
 
-    def __init__(self, typecode: Literal["i", "q"], numbers: Iterable[int]) -> None:
-        """`typecode` as in `array`: 32 bits, or 64."""
+    def __init__(self, typecode: Literal["i", "q"], numbers: Iterable[int] | bytes) -> None:
+        """`typecode` as in `array`: 32 bits, or 64. Bytes are numbers of that width already."""
         self._array = array(typecode, numbers)
         self._on_device: dict[torch.device, Tensor] = {}
         self.address = self._array.buffer_info()[0]

@@ -30,8 +30,6 @@ class GroupedLayers:
     layers_per_group: int
     places: tuple[LayerPlace, ...]
     """One for every layer of the model."""
-    alike: tuple[range, ...]
-    """The groups of each window."""
 
 
 def group_layers(windows: Sequence[int | None]) -> GroupedLayers:
@@ -48,7 +46,6 @@ def group_layers(windows: Sequence[int | None]) -> GroupedLayers:
         counts, key=lambda candidate: (sum([ceil(count / candidate) for count in counts]) * candidate, -candidate)
     )
     groups: list[KVGroup] = []
-    alike: list[range] = []
     place_by_layer: dict[int, LayerPlace] = {}
     for window in sorted(layers_by_window, key=lambda window: window or 0):
         layers = layers_by_window[window]
@@ -56,6 +53,5 @@ def group_layers(windows: Sequence[int | None]) -> GroupedLayers:
             if index % size == 0:
                 groups.append(KVGroup(window_tokens=window, num_layers=min(size, len(layers) - index)))
             place_by_layer[layer] = LayerPlace(group=len(groups) - 1, place=index % size)
-        alike.append(range(alike[-1].stop if alike else 0, len(groups)))
     places = tuple([place_by_layer[layer] for layer in range(len(windows))])
-    return GroupedLayers(groups=tuple(groups), layers_per_group=size, places=places, alike=tuple(alike))
+    return GroupedLayers(groups=tuple(groups), layers_per_group=size, places=places)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stallfree_shared.wire import MAX_LOGPROBS, RequestId, SamplingParams, TokenLogprobs
-from stallfree_worker.engine.step import BlockTable, Chunk, KVGroup, StepPlan, StepResult, TokenHistory
+from stallfree_worker.engine.step import BlockTable, BlockTables, Chunk, KVGroup, StepPlan, StepResult, TokenHistory
 from stallfree_worker.model.batch_inputs import BatchInputs, make_batch_inputs
 from stallfree_worker.model.decoder import Decoder
 from stallfree_worker.model.draw import NO_TOKEN, Draw, Logits
@@ -72,7 +72,7 @@ class ModelRunner:
         A request whose logits are not finite, or whose grammar cannot go on, fails alone, in `failure_by_request`.
         """
         self._structured_outputs.begin(plan)
-        inputs = make_batch_inputs(plan, self._cache)
+        inputs = make_batch_inputs(plan, block_size=self.block_size)
         hidden = self._decoder.forward(inputs, self._cache)
         prompts = self._score_prompts(hidden, inputs)
         # where they are needed anyway, a GPU begins them before the masks are waited for
@@ -150,7 +150,7 @@ class ModelRunner:
                 request_id=RequestId(f"largest-step-{number}"),
                 token_ids=(0,) * size,
                 num_computed_tokens=0,
-                block_tables=tuple(tables),
+                block_tables=BlockTables(tables),
                 sampling=SamplingParams(max_tokens=1, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS),
                 output_index=0,
                 history=TokenHistory(prompt_token_ids=(0,) * size, output_token_ids=()),

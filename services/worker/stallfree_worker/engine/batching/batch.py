@@ -50,9 +50,7 @@ class _Part(NamedTuple):
     num_recomputed_tokens: int = 0
 
     def join(self, shape: StepShape) -> StepShape:
-        """`shape` with this part."""
-        if self.is_decode:
-            return shape.with_decode(self.context_tokens, needs_logits=self.request.needs_logits)
+        """`shape` with this prefill."""
         shape = shape.with_chunk(
             self.num_tokens, self.context_tokens, is_last=self.is_last, needs_logits=self.request.needs_logits
         )
@@ -77,9 +75,10 @@ class Batch:
         self._blocks = blocks
         self._budget = budget
         self._limits = limits
-        self._empty_shape = StepShape(windows=blocks.layout.window_shares)
-        self._shape = self._empty_shape
         self._parts: list[_Part] = []
+        self._shape_so_far = StepShape(windows=blocks.layout.window_shares)
+        self._num_parts_so_far = 0
+        """So many of the parts are in that shape."""
         self.preempted_ids = list(preempted_ids)
         """Requests that lost their blocks for it."""
         self._admitted: list[Request] = []
@@ -349,6 +348,22 @@ class Batch:
                 break
         return fitting
 
+    @property
+    def _shape(self) -> StepShape:
+        """Of all parts. Decodes are taken in together: they are many."""
+        if self._num_parts_so_far < len(self._parts):
+            new = self._parts[self._num_parts_so_far :]
+            decodes = [part for part in new if part.is_decode]
+            shape = self._shape_so_far.with_decodes(
+                [part.context_tokens for part in decodes],
+                needs_logits=any(part.request.needs_logits for part in decodes),
+            )
+            for part in new:
+                if not part.is_decode:
+                    shape = part.join(shape)
+            self._shape_so_far, self._num_parts_so_far = shape, len(self._parts)
+        return self._shape_so_far
+
     def _shape_with_reserve(self) -> StepShape:
         if self._reserved is None:
             return self._shape
@@ -372,7 +387,6 @@ class Batch:
         )
 
     def _add(self, part: _Part) -> None:
-        self._shape = part.join(self._shape)
         self._parts.append(part)
         self.requests.append(part.request)
 
@@ -381,9 +395,8 @@ class Batch:
             return
         self._parts = [part for part in self._parts if part.request not in requests]
         self.requests = [part.request for part in self._parts]
-        self._shape = self._empty_shape
-        for part in self._parts:
-            self._shape = part.join(self._shape)
+        self._shape_so_far = StepShape(windows=self._shape_so_far.windows)
+        self._num_parts_so_far = 0
 
     def _chunk(self, part: _Part) -> Chunk:
         request_id = part.request.request_id

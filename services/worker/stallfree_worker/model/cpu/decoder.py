@@ -30,6 +30,7 @@ _BLOCK_SIZES = (16, 32, 64, 128)
 _MOST_HEAD_DIM = 256
 _MOST_GROUPED_HEADS = 48
 _MOST_SKETCHED_INPUTS = 16_384
+_FLOAT_BYTES = 4
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -74,17 +75,15 @@ class CpuDecoder:
         self._sketch = _sketch(config, weights, num_threads)
         self._struct = _struct(config, weights, self._layers, self._ropes, self._sketch, block_size=block_size)
         self._cache: KVCache | None = None
-        self._tables = (library.Tables * 0)()
-        self._batch = library.Batch(tables=self._tables)
+        self._batch = library.Batch()
         """Filled for every step: it would take longer to make another."""
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch, self._bounds = _Memory(), _Memory()
         self._scratch_tokens = 0
-        """So many it has room for."""
+        """So many the scratch memory has room for."""
         self._most_maxima = self._library.stallfree_most_maxima(self._num_ids)
         self._logits_memory = torch.empty(0, self._num_ids)
         self._maxima_memory = torch.empty(0, self._most_maxima)
         self._logits = self._logits_of(0)
-        self._bounds = torch.empty(0)
         self._hidden = torch.empty(0, config.hidden_size)
         self._num_hidden = 0
 
@@ -95,8 +94,6 @@ class CpuDecoder:
             layer.keys, layer.values = _address(keys), _address(values)
             layer.group = cache.layers.places[index].group
         self._cache = cache
-        self._tables = (library.Tables * len(cache.layers.groups))()
-        self._batch.tables = self._tables
 
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
         """See `Decoder`; the output is float32. What only other rows would need is not computed."""
@@ -106,20 +103,16 @@ class CpuDecoder:
         if num_tokens != self._num_hidden:
             self._hidden, self._num_hidden = torch.empty(num_tokens, self._hidden_size), num_tokens
         batch = self._batch
-        for tables, group in zip(self._tables, inputs.tables, strict=True):
-            tables.kv_lengths = group.kv_lengths.address
-            tables.block_tables = group.addresses.address
-            tables.starts = group.starts.address
         batch.token_ids = inputs.token_ids.address
-        batch.positions = inputs.positions.address
         batch.cu_seqlens_q = inputs.row_starts.address
+        batch.num_computed = inputs.num_computed.address
         batch.num_shared = inputs.num_shared.address
         batch.wanted_rows = inputs.wanted_rows.address
-        batch.fresh_blocks = inputs.fresh_blocks.address
+        batch.tables = inputs.packed_tables.address
         batch.num_tokens = num_tokens
-        batch.num_sequences = len(inputs.query_lengths)
+        batch.num_sequences = len(inputs.chunks)
         batch.num_wanted = len(inputs.wanted_rows)
-        batch.num_fresh = len(inputs.fresh_blocks)
+        batch.num_groups = len(cache.layers.groups)
         self._library.stallfree_forward(
             self._struct, batch, _address(self._hidden), self._scratch_for(num_tokens), self._num_threads
         )
@@ -132,8 +125,6 @@ class CpuDecoder:
 
     def _find_likeliest(self, hidden: Tensor, rows: NumberList, allowed: Sequence[Tensor | None]) -> list[int]:
         num_rows = len(rows)
-        if self._bounds.numel() < num_rows * self._num_tiles:
-            self._bounds = torch.empty(num_rows * self._num_tiles)
         tokens = (c_int64 * num_rows)()
         self._library.stallfree_find_likeliest(
             self._struct,
@@ -142,7 +133,7 @@ class CpuDecoder:
             num_rows,
             mask_addresses(allowed, num_rows=num_rows, num_ids=self._num_ids),
             tokens,
-            _address(self._bounds),
+            self._bounds.address(_FLOAT_BYTES * num_rows * self._num_tiles),
             self._scratch_for(num_rows),
             self._num_threads,
         )
@@ -174,10 +165,27 @@ class CpuDecoder:
         return Logits(self._logits_memory[:num_rows], self._maxima_memory[:num_rows])
 
     def _scratch_for(self, num_tokens: int) -> int:
+        num_bytes = 0
         if num_tokens > self._scratch_tokens:
             num_bytes = self._library.stallfree_scratch_bytes(self._struct, num_tokens, self._num_threads)
-            self._scratch, self._scratch_tokens = torch.empty(num_bytes, dtype=torch.uint8), num_tokens
-        return _address(self._scratch)
+            self._scratch_tokens = num_tokens
+        return self._scratch.address(num_bytes)
+
+
+class _Memory:
+    """Memory for intermediate results, which grows where it is too small."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.uint8)
+        self._num_bytes = 0
+        self._address = 0
+
+    def address(self, num_bytes: int) -> int:
+        """Of so many bytes at least."""
+        if num_bytes > self._num_bytes:
+            self._held = torch.empty(num_bytes, dtype=torch.uint8)
+            self._num_bytes, self._address = num_bytes, self._held.data_ptr()
+        return self._address
 
 
 class _Ropes:

@@ -87,27 +87,18 @@ class DecoderStruct(ctypes.Structure):
     )
 
 
-class Tables(ctypes.Structure):
-    _fields_ = (
-        ("kv_lengths", c_void_p),
-        ("block_tables", c_void_p),
-        ("starts", c_void_p),
-    )
-
-
 class Batch(ctypes.Structure):
     _fields_ = (
         ("token_ids", c_void_p),
-        ("positions", c_void_p),
         ("cu_seqlens_q", c_void_p),
+        ("num_computed", c_void_p),
         ("num_shared", c_void_p),
         ("wanted_rows", c_void_p),
-        ("fresh_blocks", c_void_p),
-        ("tables", POINTER(Tables)),
+        ("tables", c_void_p),
         ("num_tokens", c_int32),
         ("num_sequences", c_int32),
         ("num_wanted", c_int32),
-        ("num_fresh", c_int32),
+        ("num_groups", c_int32),
     )
 
 
@@ -165,7 +156,7 @@ def _fits(library: ctypes.CDLL) -> bool:
         return False
     library.stallfree_struct_bytes.argtypes = (c_int,)
     library.stallfree_struct_bytes.restype = c_int
-    structs = (Matrix, Sketch, Layer, DecoderStruct, Tables, Batch)
+    structs = (Matrix, Sketch, Layer, DecoderStruct, Batch)
     sizes = [library.stallfree_struct_bytes(number) for number in range(len(structs))]
     return sizes == [ctypes.sizeof(struct) for struct in structs]
 
