@@ -53,4 +53,11 @@ def test_report_comes_through_the_pipe_as_it_was() -> None:
     report = EngineReport(step=step, submits_taken=9)
     nothing_computed = EngineReport(step=StepReport(events=(), status=STATUS), submits_taken=0)
     for message in (report, nothing_computed):
-        assert pickle.loads(pickle.dumps(message)) == message  # noqa: S301 - our own bytes
+        received = pickle.loads(pickle.dumps(message))  # noqa: S301 - our own bytes
+        assert received == message
+        assert types_of(received) == types_of(message)  # a tuple of any kind is equal to another
+
+
+def types_of(report: EngineReport) -> list[type]:
+    step = report.step
+    return [type(part) for part in (report, step, *step.events, step.status, step.status.step_time, step.record)]

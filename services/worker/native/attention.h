@@ -38,6 +38,7 @@ struct BlockTable {
   const std::int32_t* blocks;  // to the end of the sequence, at least
   std::int64_t num_forgotten;  // blocks before the first of these
 };
+static_assert(sizeof(BlockTable) == 16);
 
 // The tables of all sequences in one KV group. Positions in a table count from its first token.
 struct GroupTables {

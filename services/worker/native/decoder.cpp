@@ -183,13 +183,16 @@ class ForwardPass {
     return num_tokens * per_token + std::int64_t{sizeof(AttentionScratch<T>)} * num_threads + 11 * 64;
   }
 
-  int most_stages() const { return 2 + kMostLayerStages * decoder_.num_layers; }
+  int most_stages() const { return 1 + kMostLayerStages * decoder_.num_layers; }
 
   void run(Member& member) {
-    if (!fresh_blocks_.empty()) {
-      member.share_small(static_cast<int>(fresh_blocks_.size()), [&](int number) { clear(fresh_blocks_[number]); });
-    }
-    member.share_small(batch_.num_tokens, [&](int row) {
+    const int num_fresh = static_cast<int>(fresh_blocks_.size());
+    member.share_small(num_fresh + batch_.num_tokens, [&](int number) {
+      if (number < num_fresh) {
+        clear(fresh_blocks_[number]);
+        return;
+      }
+      const int row = number - num_fresh;
       find_angles(row);
       embed(row);
       norm(row, row, decoder_.layers[0].input_norm);

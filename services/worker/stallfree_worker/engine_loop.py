@@ -187,9 +187,8 @@ def main() -> int:
     send = partial(_send, Connection(int(sys.argv[2]), readable=False))
     setup: EngineSetup = pipe.recv()
     configure_logging(service="stallfree-engine", level=setup.settings.log_level, log_format=setup.settings.log_format)
-    commands: queue.SimpleQueue[Command] = (
-        queue.SimpleQueue()
-    )  # bounded by the front: it counts what the engine has not yet taken
+    # bounded by the front: it counts what the engine has not yet taken
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     threading.Thread(target=_read_commands, args=(pipe, commands), name="commands", daemon=True).start()
     try:
         _serve(setup, commands, send)

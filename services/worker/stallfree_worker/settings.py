@@ -56,6 +56,11 @@ class ModelSettings(SettingsGroup):
         ge=0,
         description="CPU threads for the model; 0 takes one per core, or as many as the container's CPU limit allows.",
     )
+    numa_node: Literal["auto", "all"] | Annotated[int, Field(ge=0)] = Field(
+        "auto",
+        description="NUMA node whose cores and memory the model keeps to, a number or all; auto takes, on a CPU, the "
+        "node that has most of the cores it may use: one worker for each node serves more than one for all.",
+    )
     chat_template: Path | None = Field(
         None, description="File with a Jinja chat template, in place of the model's own."
     )

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
 from stallfree_shared.wire import RequestId, SamplingParams
 from stallfree_worker.engine.step import Chunk, KVGroup, NewRequest, StepPlan, StepResult
 
@@ -162,6 +164,11 @@ class CheckedRunner:
         assert all(chunk.needs_logits == _needs_logits(chunk) for chunk in drawing)
         scoring = [chunk for chunk in plan.chunks if _scores_prompt(chunk)]
         assert plan.shape.needs_logits == bool(scoring or any(map(_needs_logits, drawing)))
+        contexts = [chunk.num_computed_tokens + 1 for chunk in plan.chunks[: plan.num_decode_tokens]]
+        read = sum(
+            share * sum(min(context, window or context) for context in contexts) for window, share in plan.shape.windows
+        )
+        assert plan.shape.decode_context_tokens == pytest.approx(read, abs=len(contexts))
 
     def _write(self, chunk: Chunk, written: set[tuple[int, int]]) -> None:
         self._note_start(chunk)

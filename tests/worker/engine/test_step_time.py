@@ -20,10 +20,7 @@ def prefill(num_tokens: int, context_tokens: int = 0) -> StepShape:
 
 
 def decodes(count: int, context_tokens: int = 500) -> StepShape:
-    shape = StepShape()
-    for _ in range(count):
-        shape = shape.with_decodes([context_tokens])
-    return shape
+    return StepShape().with_decodes([context_tokens] * count)
 
 
 def small_machine(shape: StepShape) -> float:
@@ -93,6 +90,16 @@ def test_a_size_that_was_never_seen_is_learned_from_its_first_steps() -> None:
     for _ in range(50):
         model.observe(decodes(1), small_machine(decodes(1)))
     for _ in range(3):
+        model.observe(prefill(500), 40 * small_machine(prefill(500)))
+    assert model.predict(prefill(500)) == pytest.approx(40 * small_machine(prefill(500)), rel=0.2)
+    assert model.predict(decodes(1)) == pytest.approx(small_machine(decodes(1)), rel=0.2)
+
+
+def test_a_class_of_steps_that_comes_late_is_learned_from_its_first_steps() -> None:
+    model = StepTimeModel()
+    for _ in range(201):
+        model.observe(decodes(1), small_machine(decodes(1)))
+    for _ in range(4):
         model.observe(prefill(500), 40 * small_machine(prefill(500)))
     assert model.predict(prefill(500)) == pytest.approx(40 * small_machine(prefill(500)), rel=0.2)
     assert model.predict(decodes(1)) == pytest.approx(small_machine(decodes(1)), rel=0.2)
@@ -199,3 +206,10 @@ def test_a_decode_reads_of_a_window_what_it_holds() -> None:
     windows = ((None, 0.25), (512, 0.75))
     assert StepShape(windows=windows).with_decodes([4096]).decode_context_tokens == pytest.approx(1024 + 384, abs=1)
     assert StepShape(windows=windows).with_decodes([100]).decode_context_tokens == pytest.approx(100, abs=1)
+    together = StepShape(windows=windows).with_decodes([100, 511, 512, 4096])
+    one_by_one = StepShape(windows=windows)
+    for context in (100, 511, 512, 4096):
+        one_by_one = one_by_one.with_decodes([context])
+    assert together.decode_context_tokens == pytest.approx(one_by_one.decode_context_tokens)
+    assert together._replace(decode_context_tokens=0.0) == one_by_one._replace(decode_context_tokens=0.0)
+    assert together.num_requests == 4

@@ -146,6 +146,8 @@ def main() -> int:
     runner = load_model(settings).runner
     if not isinstance(runner, ModelRunner) or not isinstance(runner._decoder, CpuDecoder):
         raise TypeError("this is for the compiled kernels")
+    if runner._decoder.find_likeliest is None:
+        raise ValueError("of a model whose tokens take logits, draws would be counted as if they were no kernel")
     kernels = TimedKernels(runner._decoder._library)
     runner._decoder._library = kernels  # type: ignore[assignment]  # it has all that the decoder calls
     gc.collect()

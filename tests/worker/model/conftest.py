@@ -37,7 +37,6 @@ def tiny_model(tiny_folder: Callable[[str], Path]) -> Callable[[str], LoadedMode
 
 
 def tiny_settings(folder: Path, **overrides: object) -> WorkerSettings:
-    """Float32 on one CPU thread with a small cache."""
-    return WorkerSettings.model_validate(
-        {"model": str(folder), "device": "cpu", "threads": 1, "kv_cache_memory": "8MiB", "token_budget": 64} | overrides
-    )
+    """Float32 on one CPU thread with a small cache. The cores of this process stay as they are."""
+    defaults = {"device": "cpu", "threads": 1, "numa_node": "all", "kv_cache_memory": "8MiB", "token_budget": 64}
+    return WorkerSettings.model_validate({"model": str(folder), **defaults, **overrides})

@@ -47,7 +47,6 @@ def make_batch(query_lengths: list[int], kv_lengths: list[int]) -> tuple[PagedSe
                 seqlens_k=torch.tensor(kv_lengths, dtype=torch.int32),
                 block_tables=tables,
                 kv_lengths=tuple(kv_lengths),
-                starts=torch.zeros(len(kv_lengths), dtype=torch.int32),
             ),
         ),
     )

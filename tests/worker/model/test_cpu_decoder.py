@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stallfree_worker.engine.step import StepPlan
+from stallfree_worker.engine.step import BlockTables, StepPlan
 from stallfree_worker.model.batch_inputs import make_batch_inputs
 from stallfree_worker.model.cpu.decoder import CpuDecoder
 from stallfree_worker.model.cpu.packed import PackedMatrix
@@ -149,6 +149,20 @@ def test_what_others_share_is_not_written(tiny_folder: Callable[[str], Path]) ->
         num_left = [int((cached[block] == 77).sum()) for block in blocks]
         whole = cached[0].numel()
         assert num_left == [whole, whole // 16 * 4, 0]  # the last block is cleared before it is begun
+
+
+def test_other_numbers_of_block_tables_than_groups_are_refused(tiny_folder: Callable[[str], Path]) -> None:
+    runner = load(tiny_folder("gemma3"), "cpu")
+    cache = runner._cache
+    chunk = Texts(runner)._chunk("a", 40, cache)
+    plan = StepPlan(
+        step_id=0,
+        chunks=(chunk, chunk._replace(block_tables=BlockTables(chunk.block_tables[:1]))),
+        num_decode_tokens=0,
+        num_prefill_tokens=80,
+    )
+    with pytest.raises(ValueError, match=f"block tables, not {len(cache.layers.groups)} for each of 2"):
+        runner._decoder.forward(make_batch_inputs(plan, block_size=cache.block_size), cache)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -57,7 +57,6 @@ def make_tables(lengths: tuple[int, ...], *, block_size: int, num_blocks: int, d
         seqlens_k=torch.tensor(lengths, dtype=torch.int32, device=device),
         block_tables=tables.to(device),
         kv_lengths=lengths,
-        starts=torch.zeros(len(lengths), dtype=torch.int32, device=device),
     )
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import pickle
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +27,7 @@ from tests.support.tiny_models import build_tiny_model
 from tests.worker.model.arrivals import Arrival, ArrivalsDriver, answer_alone
 from tests.worker.model.conftest import tiny_settings
 from tests.worker.model.engine_driver import GREEDY, EngineDriver
+from tests.worker.model.kernels import needs_kernels
 
 POISON = 300
 """A token id whose embedding a test fills with NaN."""
@@ -105,8 +110,8 @@ def test_a_group_with_a_window_has_lengths_and_slots_of_its_own() -> None:
     assert tensors.positions.tolist() == [10, 11, 12]
     assert tensors.slot_mapping.tolist() == [[38, 39, 4], [22, 23, 24]]
     full, window = tensors.sequences.tables
-    assert (full.block_tables.tolist(), full.kv_lengths, full.starts.tolist()) == ([[7, 3, 9, 1]], (13,), [0])
-    assert (window.block_tables.tolist(), window.kv_lengths, window.starts.tolist()) == ([[5, 6]], (5,), [8])
+    assert (full.block_tables.tolist(), full.kv_lengths, full.seqlens_k.tolist()) == ([[7, 3, 9, 1]], (13,), [13])
+    assert (window.block_tables.tolist(), window.kv_lengths, window.seqlens_k.tolist()) == ([[5, 6]], (5,), [5])
     assert tensors.fresh_blocks.tolist() == [1, 6]
 
 
@@ -115,6 +120,15 @@ def test_shared_tokens_are_written_to_the_waste_block_only() -> None:
     tensors = make_device_inputs(inputs_of(chunk), make_cache(), CPU)
     assert tensors.slot_mapping.tolist() == [[400]]
     assert tensors.fresh_blocks.tolist() == []
+
+
+def test_a_copy_of_block_tables_has_addresses_of_its_own() -> None:
+    tables = BlockTables([BlockTable(blocks=(7, 3), num_forgotten=2)])
+    for copied in (copy.deepcopy(tables), pickle.loads(pickle.dumps(tables))):  # noqa: S301 - our own bytes
+        address, num_forgotten = array("q", copied.packed)
+        assert (address, num_forgotten) == (copied[0].packed.buffer_info()[0], 2)
+        assert address != tables[0].packed.buffer_info()[0]
+        assert (copied, copied.num_reached_blocks) == (tables, 4)
 
 
 def test_lists_of_numbers_stand_side_by_side_in_one_memory() -> None:
@@ -162,13 +176,22 @@ def test_b24_a_prompt_that_cannot_be_scored_fails_at_once_and_alone(poisoned: Lo
         assert len(answer.prompt_logprobs) == len(arrival.prompt) - 1
 
 
-@pytest.mark.parametrize("length", [1, 5, 16, 17, 31])
-def test_b24_blocks_that_held_nan_do_no_harm_to_their_next_owner(poisoned: LoadedModel, length: int) -> None:
+@pytest.mark.parametrize("length", [1, 5, 16, 17, 31, 150])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=needs_kernels), "reference"])
+def test_b24_blocks_that_held_nan_do_no_harm_to_their_next_owner(
+    tiny_folder: Callable[[str], Path], backend: str, family: str, length: int
+) -> None:
+    """Kernels and plain torch each clear what a step begins to fill, in every group."""
+    settings = tiny_settings(tiny_folder(family), kv_cache_memory="256KiB", attention_backend=backend)
+    runner = load_model(settings).runner
+    assert isinstance(runner, ModelRunner)
     prompt = list(range(20, 20 + length))
-    expected = EngineDriver(poisoned.runner).generate([prompt, [7]], num_tokens=40)
-    everything = tuple(range(poisoned.runner.num_blocks))
-    poisoned.runner.execute(make_plan(make_chunk("bad", (POISON,) * (16 * len(everything)), blocks=everything)))
-    assert EngineDriver(poisoned.runner, token_budget=9).generate([prompt, [7]], num_tokens=40) == expected
+    expected = EngineDriver(runner).generate([prompt, [7]], num_tokens=40)
+    for layer in range(len(runner._cache.layers.places)):
+        for cached in runner._cache.layer(layer):
+            cached[: runner.num_blocks] = math.nan
+    assert EngineDriver(runner, token_budget=9).generate([prompt, [7]], num_tokens=40) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -2,8 +2,8 @@
 
 All are immutable; live request objects never cross a boundary. The engine and the model share this module only.
 
-What is made in every step, or for every token of one, is a tuple: made between two steps, a frozen dataclass takes four
-times as long.
+What every step makes, or makes for every one of its tokens, is a tuple: between two steps, a frozen dataclass takes
+four times as long to make.
 """
 
 from __future__ import annotations
@@ -70,29 +70,31 @@ class BlockTable:
     num_forgotten: int = 0
     """Blocks before `blocks[0]` that lay wholly behind the group's window and are given back."""
     packed: array[int] = field(init=False, repr=False, compare=False)
-    """`blocks` as 32-bit integers: a table goes into every step of its request, and rarely changes."""
-    packed_address: int = field(init=False, repr=False, compare=False)
-    """Where kernels on this host can read them for as long as this table lives."""
+    """`blocks` as 32-bit integers, which kernels read where they stand: a table goes into every step of its request,
+    and rarely changes. Nobody may change these."""
 
     def __post_init__(self) -> None:
-        packed = array("i", self.blocks)
-        object.__setattr__(self, "packed", packed)
-        object.__setattr__(self, "packed_address", packed.buffer_info()[0])
+        object.__setattr__(self, "packed", array("i", self.blocks))
 
 
 class BlockTables(tuple[BlockTable, ...]):  # noqa: SLOT001 - a tuple has no room for slots
     """Those of one request, one for each of the runner's `kv_groups`."""
 
     packed: bytes
-    """Of each table, the address of its blocks and `num_forgotten`, as 64-bit integers: see `native/attention.h`."""
+    """Of each table, the address of its `packed` and `num_forgotten`, as 64-bit integers: `BlockTable` of
+    `native/attention.h`. It holds for as long as this object lives. A change here is one of the kernels' interface."""
     num_reached_blocks: int
     """Blocks of the text, from the first on, as far as every table reaches."""
 
     def __init__(self, tables: Iterable[BlockTable]) -> None:
         del tables  # they are in it already
-        numbers = [number for table in self for number in (table.packed_address, table.num_forgotten)]
+        numbers = [number for table in self for number in (table.packed.buffer_info()[0], table.num_forgotten)]
         self.packed = array("q", numbers).tobytes()
         self.num_reached_blocks = min([table.num_forgotten + len(table.blocks) for table in self])
+
+    def __reduce__(self) -> tuple[type[BlockTables], tuple[tuple[BlockTable, ...]]]:
+        """A copy has addresses of its own."""
+        return BlockTables, (tuple(self),)
 
 
 class Chunk(NamedTuple):
@@ -103,8 +105,8 @@ class Chunk(NamedTuple):
     num_computed_tokens: int
     """Tokens of this request whose keys and values are in the cache already: the position of `token_ids[0]`."""
     block_tables: BlockTables
-    """They reach to the chunk's last token, at least, and back to the first
-    that a window of the group lets the chunk look at. Tables of groups with equal windows begin alike."""
+    """They reach to the chunk's last token, at least, and back to the first that a window of the group lets the chunk
+    look at. Tables of groups with equal windows begin alike."""
     sampling: SamplingParams
     output_index: int | None
     """Index of the output token drawn after this chunk; None while tokens of the request are left to compute."""

@@ -37,7 +37,8 @@ _EAGER_STEPS = 64
 _SPEED_GAIN = 0.2
 """Weight of the last step in the speed: a half-life of three steps."""
 _FEW_STEPS = 4
-"""A class with fewer steps has no usual time yet that an outlier could be told from."""
+"""A class with fewer steps has no usual time yet that an outlier could be told from. With so many it is learned at
+once."""
 _LEAST_SECONDS = 1e-6
 _MAX_RATIO = 3.0
 """A step beyond this many times its prediction, or below its part, counts as if it were there."""
@@ -185,7 +186,8 @@ class StepTimeModel:
         if is_known:
             at_speed = min(max(at_speed, expected / _MAX_RATIO), expected * _MAX_RATIO)
         self._remember(window, features, at_speed)
-        if self._num_observed <= _EAGER_STEPS or self._num_observed % _STEPS_PER_FIT == 0:
+        is_newly_known = len(window) == _FEW_STEPS
+        if self._num_observed <= _EAGER_STEPS or is_newly_known or self._num_observed % _STEPS_PER_FIT == 0:
             self._fit()
 
     def _set_level(self, features: _Features, seconds: float) -> None:

@@ -45,9 +45,8 @@ def make_batch_inputs(plan: StepPlan, *, block_size: int) -> BatchInputs:
     """Raises ValueError where the blocks of a chunk do not reach to its end: nobody looks again."""
     chunks = sorted(plan.chunks, key=_is_long)
     lengths = [len(chunk.token_ids) for chunk in chunks]
-    num_computed = [chunk.num_computed_tokens for chunk in chunks]
-    for chunk, before, length in zip(chunks, num_computed, lengths, strict=True):
-        if chunk.block_tables.num_reached_blocks * block_size < before + length:
+    for chunk, length in zip(chunks, lengths, strict=True):
+        if chunk.block_tables.num_reached_blocks * block_size < chunk.num_computed_tokens + length:
             raise ValueError(f"{chunk.request_id}: a block table does not reach to the end of its chunk")
     row_ends = list(itertools.accumulate(lengths))
     targets = list(map(prompt_targets, chunks))
@@ -62,14 +61,19 @@ def make_batch_inputs(plan: StepPlan, *, block_size: int) -> BatchInputs:
             scoring,
         ],
     )
-    own_row_starts, own_num_computed, num_shared = side_by_side(
-        "i", [[0, *row_ends], num_computed, [chunk.num_shared_tokens for chunk in chunks]]
+    row_starts, num_computed, num_shared = side_by_side(
+        "i",
+        [
+            [0, *row_ends],
+            [chunk.num_computed_tokens for chunk in chunks],
+            [chunk.num_shared_tokens for chunk in chunks],
+        ],
     )
     return BatchInputs(
         chunks=chunks,
         token_ids=token_ids,
-        row_starts=own_row_starts,
-        num_computed=own_num_computed,
+        row_starts=row_starts,
+        num_computed=num_computed,
         num_shared=num_shared,
         packed_tables=HostNumbers("q", b"".join([chunk.block_tables.packed for chunk in chunks])),
         wanted_rows=wanted_rows,

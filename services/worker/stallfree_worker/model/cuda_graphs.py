@@ -186,7 +186,6 @@ class _Buffers:
                             seqlens_k=ints(size.num_sequences).fill_(1),
                             block_tables=ints(size.num_sequences, most_blocks).fill_(cache.null_block),
                             kv_lengths=(most_blocks * cache.block_size,),
-                            starts=ints(size.num_sequences),
                         )
                         for _ in range(num_groups)
                     ]

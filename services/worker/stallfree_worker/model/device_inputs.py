@@ -32,89 +32,76 @@ class DeviceInputs:
 
 
 def make_device_inputs(inputs: BatchInputs, cache: KVCache, device: torch.device) -> DeviceInputs:
-    lengths = tuple([len(chunk.token_ids) for chunk in inputs.chunks])
-    rows = np.arange(len(lengths)).repeat(lengths)
-    positions = np.concatenate(
-        [
-            np.arange(chunk.num_computed_tokens, chunk.num_computed_tokens + len(chunk.token_ids))
-            for chunk in inputs.chunks
-        ]
-    )
-    ends = np.array([chunk.num_computed_tokens + len(chunk.token_ids) for chunk in inputs.chunks])
-    groups = [
-        _Group(tables, ends, cache) for tables in zip(*[chunk.block_tables for chunk in inputs.chunks], strict=True)
+    size, num_chunks = cache.block_size, len(inputs.chunks)
+    row_starts, num_computed = inputs.row_starts.as_array(), inputs.num_computed.as_array()
+    lengths = np.diff(row_starts)
+    chunk_of_row = np.arange(num_chunks).repeat(lengths)
+    positions = np.arange(len(chunk_of_row)) + (num_computed - row_starts[:-1])[chunk_of_row]
+    # [num_groups, num_chunks]: lengths in a table count from its first token
+    starts = inputs.packed_tables.as_array().reshape(num_chunks, -1, 2)[:, :, 1].T * size
+    kv_lengths = num_computed + lengths - starts
+    groups = zip(*[chunk.block_tables for chunk in inputs.chunks], strict=True)
+    padded = [
+        _padded(tables, used, null_block=cache.null_block)
+        for tables, used in zip(groups, (-(-kv_lengths // size)).tolist(), strict=True)
     ]
-    slots = np.stack([group.slots(rows, positions, cache.block_size) for group in groups])
-    slots[:, positions < np.array(inputs.num_shared.tolist())[rows]] = cache.waste_block * cache.block_size
-    fresh = np.concatenate([group.fresh_blocks(lengths, cache.block_size) for group in groups])
-    on_device, slot_mapping, fresh_blocks = _on_device(np.int64, (positions, slots, fresh), device)
-    row_starts, *of_groups = _on_device(
-        np.int32,
-        [
-            np.array(inputs.row_starts.tolist()),
-            *[numbers for group in groups for numbers in (group.kv_lengths, group.starts, group.blocks)],
-        ],
-        device,
+    places = positions - starts[:, chunk_of_row]
+    slots = np.stack([_slots(blocks, chunk_of_row, own, size) for blocks, own in zip(padded, places, strict=True)])
+    slots[:, positions < inputs.num_shared.as_array()[chunk_of_row]] = cache.waste_block * size
+    device_positions, slot_mapping, fresh_blocks = _on_device(
+        np.int64, (positions, slots, _fresh_blocks(kv_lengths, lengths, padded, size)), device
     )
+    cu_seqlens_q, seqlens_k, *block_tables = _on_device(np.int32, (row_starts, kv_lengths, *padded), device)
+    tables = [
+        PagedTables(seqlens_k=seqlens, block_tables=blocks, kv_lengths=tuple(on_host))
+        for seqlens, blocks, on_host in zip(seqlens_k.unbind(0), block_tables, kv_lengths.tolist(), strict=True)
+    ]
     return DeviceInputs(
         token_ids=inputs.token_ids.on(device),
-        positions=on_device,
+        positions=device_positions,
         sequences=PagedSequences(
-            cu_seqlens_q=row_starts,
-            block_size=cache.block_size,
-            query_lengths=lengths,
-            tables=tuple(
-                [
-                    PagedTables(
-                        seqlens_k=seqlens_k,
-                        block_tables=blocks,
-                        kv_lengths=tuple(group.kv_lengths.tolist()),
-                        starts=starts,
-                    )
-                    for group, seqlens_k, starts, blocks in zip(
-                        groups, of_groups[::3], of_groups[1::3], of_groups[2::3], strict=True
-                    )
-                ]
-            ),
+            cu_seqlens_q=cu_seqlens_q,
+            block_size=size,
+            query_lengths=tuple(lengths.tolist()),
+            tables=tuple(tables),
         ),
         slot_mapping=slot_mapping,
         fresh_blocks=fresh_blocks,
     )
 
 
-class _Group:
-    """The tables of all chunks in one KV group. Lengths count from where they begin."""
+def _padded(tables: Sequence[BlockTable], num_used: Sequence[int], *, null_block: int) -> NDArray[np.int32]:
+    """[num_chunks, max_blocks] of one group. Of a table the blocks in use are taken: more may be reserved for later."""
+    padding = memoryview(array("i", [null_block]) * max(num_used))
+    padded = bytearray()  # numpy would take longer for every row
+    for table, used in zip(tables, num_used, strict=True):
+        padded += memoryview(table.packed)[:used]
+        padded += padding[used:]
+    return np.frombuffer(padded, dtype=np.int32).reshape(len(tables), -1)
 
-    def __init__(self, tables: Sequence[BlockTable], ends: _Numbers, cache: KVCache) -> None:
-        """`ends` of the chunks, in their texts."""
-        self.starts = np.array([table.num_forgotten for table in tables]) * cache.block_size
-        self.kv_lengths = ends - self.starts
-        num_used = (-(-self.kv_lengths // cache.block_size)).tolist()
-        padding = memoryview(array("i", [cache.null_block]) * max(num_used))
-        padded = bytearray()  # numpy would take longer for every row
-        for table, used in zip(tables, num_used, strict=True):
-            padded += memoryview(table.packed)[:used]  # more blocks may be reserved for later
-            padded += padding[used:]
-        self.blocks = np.frombuffer(padded, dtype=np.int32).reshape(len(tables), -1)
 
-    def slots(self, rows: _Numbers, positions: _Numbers, block_size: int) -> _Numbers:
-        """Of the tokens at `positions` of the texts of the chunks that `rows` tells."""
-        places = positions - self.starts[rows]
-        slots: _Numbers = self.blocks[rows, places // block_size].astype(np.int64) * block_size + places % block_size
-        return slots
+def _slots(blocks: NDArray[np.int32], chunk_of_row: _Numbers, places: _Numbers, block_size: int) -> _Numbers:
+    """Of the tokens at `places` of the tables of one group, a row for each chunk."""
+    slots: _Numbers = blocks[chunk_of_row, places // block_size].astype(np.int64) * block_size + places % block_size
+    return slots
 
-    def fresh_blocks(self, lengths: Sequence[int], block_size: int) -> NDArray[np.int32]:
-        """A chunk's last block, where the chunk writes the first slot and leaves others open."""
-        num_last = self.kv_lengths % block_size
-        chunks = np.flatnonzero((num_last > 0) & (num_last <= np.array(lengths)))
-        blocks: NDArray[np.int32] = self.blocks[chunks, self.kv_lengths[chunks] // block_size]
-        return blocks
+
+def _fresh_blocks(
+    kv_lengths: _Numbers, lengths: NDArray[np.int32], padded: Sequence[NDArray[np.int32]], block_size: int
+) -> NDArray[np.int32]:
+    """Of each group, a chunk's last block, where the chunk writes the first slot and leaves others open."""
+    num_last = kv_lengths % block_size
+    fresh = [
+        blocks[own, length[own] // block_size]
+        for blocks, length, own in zip(padded, kv_lengths, (num_last > 0) & (num_last <= lengths), strict=True)
+    ]
+    return np.concatenate(fresh)
 
 
 def _on_device(
     dtype: type[np.integer[Any]], arrays: Sequence[NDArray[np.integer[Any]]], device: torch.device
 ) -> list[Tensor]:
     """Each of `arrays` as a tensor of its shape."""
-    whole = to_device(np.concatenate(arrays, axis=None, dtype=dtype), device)
+    whole = to_device(np.concatenate(arrays, axis=None, dtype=dtype, casting="same_kind"), device)
     parts = torch.split(whole, [numbers.size for numbers in arrays])
     return [part.view(numbers.shape) for part, numbers in zip(parts, arrays, strict=True)]

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stallfree_worker.model.transfers import to_device
@@ -30,15 +31,18 @@ class HostNumbers:
         """Of the first."""
         self.item_bytes = self._array.itemsize
 
-    def values(self, start: int, end: int) -> list[int]:
-        return self._array[start:end].tolist()
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def as_array(self) -> NDArray[Any]:
+        """All of them, int32 or int64, in the same memory."""
+        return np.frombuffer(self._array, dtype=f"i{self.item_bytes}")
 
     def on(self, device: torch.device) -> Tensor:
         """All of them. On a CPU it is the same memory."""
         tensor = self._on_device.get(device)
         if tensor is None:
-            numbers = np.frombuffer(self._array, dtype=f"i{self.item_bytes}")
-            tensor = self._on_device[device] = to_device(numbers, device)
+            tensor = self._on_device[device] = to_device(self.as_array(), device)
         return tensor
 
 
@@ -67,7 +71,12 @@ class NumberList:
         return NumberList(self._numbers, min(self._start + start, self._end), min(self._start + end, self._end))
 
     def tolist(self) -> list[int]:
-        return self._numbers.values(self._start, self._end)
+        numbers: list[int] = self.as_array().tolist()
+        return numbers
+
+    def as_array(self) -> NDArray[Any]:
+        """int32 or int64 [len(self)], in the same memory."""
+        return self._numbers.as_array()[self._start : self._end]
 
     def on(self, device: torch.device) -> Tensor:
         """int32 or int64 [len(self)]."""

@@ -88,7 +88,7 @@ class KVCache:
         return self._keys[place], self._values[place]
 
     def clear(self, blocks: Tensor) -> None:
-        """Zeroes `blocks`, int64 [n], in all layers of their groups."""
+        """Zeroes `blocks`, int64 [n], in all layers."""
         for cache in (*self._keys, *self._values):
             cache.index_fill_(0, blocks, 0)
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation uses
 
 from stallfree_worker.model.card import ModelFolder
-from stallfree_worker.model.cores import usable_cores
+from stallfree_worker.model.cores import keep_to_numa_node, usable_cores
 from stallfree_worker.model.cpu import library
 from stallfree_worker.model.families import DecoderConfig, read_decoder_config
 from stallfree_worker.model.source import model_folder
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason is not None:
         sys.stderr.write(f"the compiled kernels are needed: {reason}\n")
         return 1
+    keep_to_numa_node("auto")
     num_threads = options.threads or usable_cores()
     settings = ModelSettings.model_validate({"model": options.model})
     folder = ModelFolder.read(model_folder(settings))

@@ -12,7 +12,7 @@ from stallfree_worker.model.backends import Model, choose_backend
 from stallfree_worker.model.card import ModelFolder, make_card
 from stallfree_worker.model.checkpoint import Checkpoint
 from stallfree_worker.model.config_reader import JsonObject
-from stallfree_worker.model.cores import usable_cores
+from stallfree_worker.model.cores import keep_to_numa_node, usable_cores
 from stallfree_worker.model.decoder import Decoder
 from stallfree_worker.model.demo import DEMO_MODEL, DEMO_NAME
 from stallfree_worker.model.errors import ModelLoadError
@@ -33,6 +33,9 @@ def _ignore(_tokenizer: TokenizerFile) -> None:
 
 def load_model(settings: WorkerSettings, on_tokenizer: OnTokenizer = _ignore) -> LoadedModel:
     """Raises `ModelLoadError` for whatever keeps this model from being served with these settings."""
+    device = _device(settings)
+    if device.type == "cpu" or settings.numa_node != "auto":
+        keep_to_numa_node(settings.numa_node)
     torch.set_num_threads(settings.threads or usable_cores())
     path = model_folder(settings)
     folder = ModelFolder.read(path)
@@ -41,7 +44,6 @@ def load_model(settings: WorkerSettings, on_tokenizer: OnTokenizer = _ignore) ->
     max_model_len = _max_model_len(config, settings.max_model_len)
     num_tokenizer_ids = folder.num_tokenizer_ids()
     vocab_size = min(num_tokenizer_ids, config.vocab_size)
-    device = _device(settings)
     with Checkpoint(path) as checkpoint:
         dtype = _dtype(settings, folder.config, checkpoint, device)
         model = Model(config=config, device=device, dtype=dtype, num_head_rows=vocab_size, max_model_len=max_model_len)

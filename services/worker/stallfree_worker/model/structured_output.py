@@ -152,9 +152,10 @@ class StructuredOutputs:
 
     def finish(self, sampled: Sequence[Chunk]) -> StepMasks:
         """What the draws after `sampled` must keep to, as far as it is known within `MAX_WAIT_SECONDS`."""
-        if not self._constraints:
+        some = sampled if self._constraints else ()  # else nobody need be asked
+        chunks = [chunk for chunk in some if chunk.sampling.structured_output is not None]
+        if not chunks:
             return _NO_MASKS
-        chunks = [chunk for chunk in sampled if chunk.sampling.structured_output is not None]
         constraints = {chunk.request_id: self._constraints[chunk.request_id] for chunk in chunks}
         _wait_for([one.work for one in constraints.values() if one.work is not None])
         masks = {chunk.request_id: self._mask(constraints[chunk.request_id], _text(chunk)) for chunk in chunks}

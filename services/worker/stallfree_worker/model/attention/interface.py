@@ -16,7 +16,6 @@ class PagedTables(NamedTuple):
     block_tables: Tensor  # int32 [num_sequences, max_blocks], padded with the null block
     kv_lengths: tuple[int, ...]
     """`seqlens_k` on the host."""
-    starts: Tensor  # int32 [num_sequences]: position in the text of the first token in the blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

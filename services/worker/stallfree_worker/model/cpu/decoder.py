@@ -84,7 +84,7 @@ class CpuDecoder:
         self._logits_memory = torch.empty(0, self._num_ids)
         self._maxima_memory = torch.empty(0, self._most_maxima)
         self._logits = self._logits_of(0)
-        self._hidden = torch.empty(0, config.hidden_size)
+        self._hidden = self._hidden_memory = torch.empty(0, config.hidden_size)
         self._num_hidden = 0
 
     def prepare(self, cache: KVCache) -> None:
@@ -99,9 +99,15 @@ class CpuDecoder:
         """See `Decoder`; the output is float32. What only other rows would need is not computed."""
         if cache is not self._cache:
             raise ValueError("this cache is not the one that was prepared last")
-        num_tokens = len(inputs.token_ids)
+        num_tokens, num_chunks, num_groups = len(inputs.token_ids), len(inputs.chunks), len(cache.layers.groups)
+        if len(inputs.packed_tables) != 2 * num_chunks * num_groups:
+            raise ValueError(
+                f"{len(inputs.packed_tables) // 2} block tables, not {num_groups} for each of {num_chunks}"
+            )
         if num_tokens != self._num_hidden:
-            self._hidden, self._num_hidden = torch.empty(num_tokens, self._hidden_size), num_tokens
+            if num_tokens > len(self._hidden_memory):
+                self._hidden_memory = torch.empty(num_tokens, self._hidden_size)
+            self._hidden, self._num_hidden = self._hidden_memory[:num_tokens], num_tokens
         batch = self._batch
         batch.token_ids = inputs.token_ids.address
         batch.cu_seqlens_q = inputs.row_starts.address
@@ -110,9 +116,9 @@ class CpuDecoder:
         batch.wanted_rows = inputs.wanted_rows.address
         batch.tables = inputs.packed_tables.address
         batch.num_tokens = num_tokens
-        batch.num_sequences = len(inputs.chunks)
+        batch.num_sequences = num_chunks
         batch.num_wanted = len(inputs.wanted_rows)
-        batch.num_groups = len(cache.layers.groups)
+        batch.num_groups = num_groups
         self._library.stallfree_forward(
             self._struct, batch, _address(self._hidden), self._scratch_for(num_tokens), self._num_threads
         )
