@@ -25,6 +25,7 @@ OTHER_VALUES: dict[str, str] = {
     "cuda_graphs": "",
     "tensor_parallel_size": "1",
     "threads": "3",
+    "numa_node": "1",
     "chat_template": "/template",
     "cache_dir": "/cache",
     "block_size": "32",
