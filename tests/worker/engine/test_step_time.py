@@ -85,21 +85,13 @@ def test_a_quantile_covers_its_share_of_the_steps() -> None:
     assert 0.90 <= covered / len(shapes) <= 1.0
 
 
-def test_a_size_that_was_never_seen_is_learned_from_its_first_steps() -> None:
+@pytest.mark.parametrize(("num_decodes", "num_prefills"), [(50, 3), (201, 4)])
+def test_a_size_that_was_never_seen_is_learned_from_its_first_steps(num_decodes: int, num_prefills: int) -> None:
+    """While every step is followed by a fit, and later."""
     model = StepTimeModel()
-    for _ in range(50):
+    for _ in range(num_decodes):
         model.observe(decodes(1), small_machine(decodes(1)))
-    for _ in range(3):
-        model.observe(prefill(500), 40 * small_machine(prefill(500)))
-    assert model.predict(prefill(500)) == pytest.approx(40 * small_machine(prefill(500)), rel=0.2)
-    assert model.predict(decodes(1)) == pytest.approx(small_machine(decodes(1)), rel=0.2)
-
-
-def test_a_class_of_steps_that_comes_late_is_learned_from_its_first_steps() -> None:
-    model = StepTimeModel()
-    for _ in range(201):
-        model.observe(decodes(1), small_machine(decodes(1)))
-    for _ in range(4):
+    for _ in range(num_prefills):
         model.observe(prefill(500), 40 * small_machine(prefill(500)))
     assert model.predict(prefill(500)) == pytest.approx(40 * small_machine(prefill(500)), rel=0.2)
     assert model.predict(decodes(1)) == pytest.approx(small_machine(decodes(1)), rel=0.2)

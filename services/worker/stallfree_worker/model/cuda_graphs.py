@@ -25,7 +25,7 @@ from torch import Tensor
 from stallfree_worker.model.attention.interface import PagedSequences, PagedTables
 from stallfree_worker.model.batch_inputs import BatchInputs
 from stallfree_worker.model.decoder import TorchDecoder
-from stallfree_worker.model.device_inputs import DeviceInputs, make_device_inputs
+from stallfree_worker.model.device_inputs import DeviceInputs
 from stallfree_worker.model.draw import Logits
 from stallfree_worker.model.host_numbers import NumberList
 from stallfree_worker.model.kv_cache import KVCache
@@ -133,10 +133,7 @@ class GraphedDecoder:
         recorded = self._find(inputs) if cache is self._cache else None
         if recorded is None:
             return self._decoder.forward(inputs, cache)
-        own = make_device_inputs(inputs, cache, self.device)
-        if len(own.fresh_blocks):
-            cache.clear(own.fresh_blocks)
-        recorded.buffers.fill(own)
+        recorded.buffers.fill(self._decoder.begin(inputs, cache))
         recorded.replay()
         return recorded.hidden[: len(inputs.token_ids)]
 

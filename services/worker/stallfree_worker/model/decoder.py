@@ -95,13 +95,17 @@ class TorchDecoder:
 
     @torch.inference_mode()
     def forward(self, inputs: BatchInputs, cache: KVCache) -> Tensor:
+        return self.compute(self.begin(inputs, cache), cache)
+
+    def begin(self, inputs: BatchInputs, cache: KVCache) -> DeviceInputs:
+        """Brings a batch to the device, and clears its fresh blocks."""
         own = make_device_inputs(inputs, cache, self.device)
         if len(own.fresh_blocks):
             cache.clear(own.fresh_blocks)
-        return self.compute(own, cache)
+        return own
 
     def compute(self, inputs: DeviceInputs, cache: KVCache) -> Tensor:
-        """`forward` of what is on the device already, whose fresh blocks are cleared."""
+        """`forward` of what `begin` gave."""
         hidden = F.embedding(inputs.token_ids, self._weights.embedding) * self._embedding_scale
         angles = dict(zip(self._rope_configs, self._ropes.angles(inputs.positions), strict=True))
         slots = inputs.slot_mapping.unbind(0)
