@@ -132,6 +132,25 @@ def test_an_outlier_hardly_moves_the_prediction() -> None:
         assert model.predict(shape) == pytest.approx(same.predict(shape), rel=0.1)
 
 
+def test_a_lasting_change_of_what_a_decode_costs_is_learned_from_decodes_alone() -> None:
+    """Few and many decodes change unequally, so a speed alone cannot follow; and they fill their classes many times."""
+    rng = random.Random(4)
+    counts = (1, 2, 4, 8, 16, 32)
+    model = StepTimeModel()
+    for _ in range(600):
+        shape = decodes(rng.choice(counts))
+        model.observe(shape, small_machine(shape) * rng.lognormvariate(0, 0.05))
+
+    def changed(shape: StepShape) -> float:
+        return small_machine(shape) + 0.004 * shape.num_rows
+
+    for _ in range(1200):
+        shape = decodes(rng.choice(counts))
+        model.observe(shape, changed(shape) * rng.lognormvariate(0, 0.05))
+    for count in counts:
+        assert model.predict(decodes(count)) == pytest.approx(changed(decodes(count)), rel=0.1)
+
+
 def test_a_lasting_change_of_speed_is_believed_within_20_steps() -> None:
     model = learned(small_machine)
     for shape in random_steps(random.Random(4), 20):

@@ -169,8 +169,8 @@ class Engine:
 
     def _predict(self, plan: StepPlan) -> tuple[float, float]:
         """Seconds that the step will take: the expectation, and what it stays below most often."""
-        predict = self._step_time.predict
-        return predict(plan.shape), predict(plan.shape, quantile=BUDGET_QUANTILE)
+        seconds = self._step_time.predict(plan.shape)
+        return seconds, seconds * self._step_time.quantile_ratio(plan.shape, BUDGET_QUANTILE)
 
     def _record(self, begun: _BegunStep, *, executed_at: float, applied_at: float) -> StepRecord:
         plan = begun.plan

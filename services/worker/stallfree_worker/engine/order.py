@@ -153,7 +153,8 @@ class _UrgencyRanking:
         return priority, 2, num_tokens, request.arrival_number
 
     def is_overdue(self, request: Request) -> bool:
-        is_stalled_stream = request.last_token_at is not None and self.now > request.next_token_due_at
+        due_at = request.next_token_due_at
+        is_stalled_stream = due_at is not None and self.now > due_at
         return is_stalled_stream or self.now - request.waits_since > self.max_wait_seconds
 
     def may_displace(self, request: Request, running: Request) -> bool:

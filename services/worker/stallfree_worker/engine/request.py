@@ -30,7 +30,8 @@ class Request:
     prefix_hashes: PrefixHashes | None = None
     """The names of its full blocks in the prefix cache; None where that is off."""
     request_id: RequestId = field(init=False)
-    """That of `new`; a field, like `num_tokens`, because it is read many times per token."""
+    """That of `new`; a field, like `num_prompt_tokens`, because it is read many times per token."""
+    num_prompt_tokens: int = field(init=False)
     output_token_ids: list[int] = field(default_factory=list)
     num_tokens: int = field(init=False)
     """Prompt and output so far: all that must be computed before the next token can be drawn."""
@@ -65,16 +66,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.request_id = self.new.request_id
-        self.num_tokens = len(self.new.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens = len(self.new.prompt_token_ids)
         self.waits_since = self.submitted_at
         sampling = self.new.sampling
         self._num_logit_draws = sampling.min_tokens if sampling.wants_only_likeliest else sampling.max_tokens
         self._looks_back = _looks_back(sampling) or sampling.prompt_logprobs is not None
         self._expected_output_tokens = math.ceil(min(self.new.expected_output_tokens, sampling.max_tokens))
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.new.prompt_token_ids)
 
     @property
     def num_tokens_left(self) -> int:
@@ -94,12 +91,13 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether only the token drawn last is left to compute, or the last again because its draw was postponed."""
-        return self.num_tokens_left == 1 and (self.num_outputs > 0 or self.is_draw_postponed)
+        has_one_left = self.num_tokens - self.num_computed_tokens == 1
+        return has_one_left and (self.num_tokens > self.num_prompt_tokens or self.is_draw_postponed)
 
     @property
     def num_outputs(self) -> int:
         """Output tokens, with the pending one."""
-        return len(self.output_token_ids) + self.is_token_pending
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def needs_logits(self) -> bool:
@@ -117,9 +115,16 @@ class Request:
         return self.is_token_pending and self.num_outputs >= self.new.sampling.max_tokens
 
     @property
-    def next_token_due_at(self) -> float:
-        """When the TBT target of a decoding request wants its next token."""
-        return (self.last_token_at or 0.0) + self.new.tbt_target_seconds
+    def next_token_due_at(self) -> float | None:
+        """When the TBT target wants the token after the last that is known; None before there is one."""
+        return None if self.last_token_at is None else self.last_token_at + self.new.tbt_target_seconds
+
+    def decode_due_at(self, now: float) -> float | None:
+        """When the TBT target wants what a step that begins `now` would draw for this request: a pending token counts
+        as drawn then. None where it would draw nothing, or is no decode."""
+        if not self.is_decoding or self.wants_nothing_more:
+            return None
+        return now + self.new.tbt_target_seconds if self.is_token_pending else self.next_token_due_at
 
     @property
     def expected_output_tokens_left(self) -> int:

@@ -215,17 +215,11 @@ class Scheduler:
 
     def _compose(self, now: float, *, preempted_ids: Sequence[RequestId] = ()) -> Batch:
         """A batch for the step that begins at `now`. Tokens that are still pending count as drawn then."""
-        deadlines = [
-            now + request.new.tbt_target_seconds if request.is_token_pending else request.next_token_due_at
-            for request in self._queues.running
-            if request.is_decoding
-            and not request.wants_nothing_more
-            and (request.is_token_pending or request.last_token_at is not None)
-        ]
+        due = [request.decode_due_at(now) for request in self._queues.running]
         batch = Batch(
             queues=self._queues,
             blocks=self._blocks,
-            budget=self._budget.for_step(token_deadlines=deadlines, now=now),
+            budget=self._budget.for_step(token_deadlines=[each for each in due if each is not None], now=now),
             limits=self._limits,
             now=now,
             preempted_ids=preempted_ids,
@@ -321,5 +315,5 @@ class Scheduler:
             num_covered = self._blocks.num_covered_tokens(request_id)
             require(request.num_computed_tokens <= num_covered, f"{request_id}: computed tokens without a block")
             require(request.num_tokens_left > 0, f"{request_id}: runs with nothing to compute")
-            num_tokens = request.num_prompt_tokens + request.num_outputs
+            num_tokens = request.num_prompt_tokens + len(request.output_token_ids) + request.is_token_pending
             require(request.num_tokens == num_tokens, f"{request_id}: its tokens are counted wrongly")

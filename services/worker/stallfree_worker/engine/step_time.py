@@ -31,6 +31,8 @@ _KNOT_TOKENS = (0, 16, 64, 256)
 _NUM_FEATURES = 1 + len(_KNOT_TOKENS) + 6
 _BUCKET_SIZE = 48
 """Steps of one class that the window keeps: of one size, with logits or without."""
+_DECODES_PER_KEPT = 4
+"""Where a class is full, one of so many steps of decodes alone is kept: they are many, and alike."""
 _STEPS_PER_FIT = 32
 _EAGER_STEPS = 64
 """While there are fewer, every step is followed by a fit."""
@@ -138,7 +140,7 @@ class StepTimeModel:
         empty_step = empty_step or StepShape()
         self._one_decode = empty_step.with_decodes([0])
         self._one_prompt = empty_step.with_chunk(_LINE_TOKENS, 0, is_last=True)
-        self._window: dict[tuple[int, bool], deque[tuple[_Features, float]]] = {}
+        self._window: dict[tuple[int, bool], _StepClass] = {}
         self._moments = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]  # Σ w x xᵀ
         self._targets = [0.0] * _NUM_FEATURES  # Σ w x y
         self._coefficients = [_PRIOR_BASE_SECONDS, _PRIOR_SECONDS_PER_TOKEN, *[0.0] * (_NUM_FEATURES - 2)]
@@ -149,6 +151,8 @@ class StepTimeModel:
         self._share_with_logits = 0.0
         self._usual_seconds: dict[bool, tuple[float, float]] = {}
         """Since the last fit: see `_seconds_of_usual`."""
+        self._last_shape = empty_step
+        self._last_features = _features(empty_step)
 
     @property
     def error_ratio(self) -> float:
@@ -165,16 +169,23 @@ class StepTimeModel:
 
     def predict(self, shape: StepShape, *, quantile: float | None = None) -> float:
         """Seconds that a step of this shape takes: the expectation, or the given quantile (0 to 1) of it."""
-        seconds = self._speed * self._shape_seconds(_features(shape))
-        return seconds if quantile is None else seconds * self._ratio_quantile(shape, quantile)
+        seconds = self._speed * self._shape_seconds(self._features_of(shape))
+        return seconds if quantile is None else seconds * self.quantile_ratio(shape, quantile)
+
+    def quantile_ratio(self, shape: StepShape, share: float) -> float:
+        """How many times the expectation this quantile is. Always somewhat more than once: an expectation is never
+        exact. With few steps of a kind, what holds for all kinds."""
+        own = self._ratios[shape.num_prefill_tokens > 0]
+        kinds = [own] if len(own) >= _MANY_RATIOS else self._ratios.values()
+        return max(_LEAST_QUANTILE_RATIO, *[ratios.quantile(share) for ratios in kinds])
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learns from a step that took `seconds`. A step without a duration is ignored."""
         if shape.num_tokens <= 0 or seconds <= 0:
             return
-        features = _features(shape)
-        window = self._window.setdefault((shape.num_tokens.bit_length(), shape.needs_logits), deque())
-        is_known = len(window) >= _FEW_STEPS
+        features = self._features_of(shape)
+        kept = self._class_of(shape)
+        is_known = len(kept) >= _FEW_STEPS
         if self._num_observed == 0:
             self._set_level(features, seconds)
         expected = self._shape_seconds(features)
@@ -182,13 +193,27 @@ class StepTimeModel:
             self._note_ratio(shape, seconds / (self._speed * expected))
         self._num_observed += 1
         self._share_with_logits += _SHARE_SMOOTHING * (shape.needs_logits - self._share_with_logits)
-        at_speed = seconds / self._speed
-        if is_known:
-            at_speed = min(max(at_speed, expected / _MAX_RATIO), expected * _MAX_RATIO)
-        self._remember(window, features, at_speed)
-        is_newly_known = len(window) == _FEW_STEPS
+        if kept.wants(shape):
+            at_speed = seconds / self._speed
+            if is_known:
+                at_speed = min(max(at_speed, expected / _MAX_RATIO), expected * _MAX_RATIO)
+            self._remember(kept, features, at_speed)
+        is_newly_known = not is_known and len(kept) == _FEW_STEPS
         if self._num_observed <= _EAGER_STEPS or is_newly_known or self._num_observed % _STEPS_PER_FIT == 0:
             self._fit()
+
+    def _class_of(self, shape: StepShape) -> _StepClass:
+        key = shape.num_tokens.bit_length(), shape.needs_logits
+        found = self._window.get(key)
+        if found is None:
+            found = self._window[key] = _StepClass()
+        return found
+
+    def _features_of(self, shape: StepShape) -> _Features:
+        """A step is predicted and then observed, the same object both times."""
+        if shape is not self._last_shape:
+            self._last_shape, self._last_features = shape, _features(shape)
+        return self._last_features
 
     def _set_level(self, features: _Features, seconds: float) -> None:
         """The prior's form, moved to the first step's level."""
@@ -201,14 +226,6 @@ class StepTimeModel:
         capped = min(max(ratio, 1 / _MAX_RATIO), _MAX_RATIO)
         self._speed *= capped**_SPEED_GAIN
         self._ratios[shape.num_prefill_tokens > 0].add(capped)
-
-    def _ratio_quantile(self, shape: StepShape, share: float) -> float:
-        """Always somewhat beyond the expectation, which is never exact. With few steps of a kind, what holds for all
-        kinds.
-        """
-        own = self._ratios[shape.num_prefill_tokens > 0]
-        kinds = [own] if len(own) >= _MANY_RATIOS else self._ratios.values()
-        return max(_LEAST_QUANTILE_RATIO, *[ratios.quantile(share) for ratios in kinds])
 
     def _shape_seconds(self, features: _Features) -> float:
         """At the speed at which the shape was learned."""
@@ -223,11 +240,11 @@ class StepTimeModel:
             found = self._usual_seconds[needs_logits] = one, many
         return found
 
-    def _remember(self, window: deque[tuple[_Features, float]], features: _Features, seconds: float) -> None:
-        """Puts a step into the window of its class, in place of the oldest one there."""
-        if len(window) == _BUCKET_SIZE:
-            self._add_moments(*window.popleft(), sign=-1.0)
-        window.append((features, seconds))
+    def _remember(self, kept: _StepClass, features: _Features, seconds: float) -> None:
+        """Puts a step into the window, in place of the oldest one of its class."""
+        if len(kept) == _BUCKET_SIZE:
+            self._add_moments(*kept.steps.popleft(), sign=-1.0)
+        kept.steps.append((features, seconds))
         self._add_moments(features, seconds, sign=1.0)
 
     def _add_moments(self, features: _Features, seconds: float, *, sign: float) -> None:
@@ -255,6 +272,25 @@ class StepTimeModel:
                 self._coefficients[place] = best
             if move < _LEAST_MOVE:
                 return
+
+
+class _StepClass:
+    """What the window keeps of steps of one class."""
+
+    def __init__(self) -> None:
+        self.steps: deque[tuple[_Features, float]] = deque()
+        self._num_decodes = 0
+        """Steps of decodes alone, since it was full."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def wants(self, shape: StepShape) -> bool:
+        """Ask once a step."""
+        if len(self.steps) < _BUCKET_SIZE or shape.num_prefill_tokens > 0:
+            return True
+        self._num_decodes += 1
+        return self._num_decodes % _DECODES_PER_KEPT == 0
 
 
 class _Ratios:

@@ -80,19 +80,20 @@ class ModelRunner:
         masks = self._structured_outputs.finish(inputs.sampled)
         tokens, logits = self._draw(hidden, inputs, masks, begun)
         self._structured_outputs.expect(inputs.sampled, tokens, masks)
-        drawn = dict(zip([chunk.request_id for chunk in inputs.sampled], tokens, strict=True))
-        unscored = [request_id for request_id, scores in prompts.items() if scores is None]
-        undrawn = {} if logits is None else _undrawn(drawn, logits.values)
-        return StepResult(
+        result = StepResult(
             step_id=plan.step_id,
-            token_id_by_request={request_id: token for request_id, token in drawn.items() if token is not None},
-            failure_by_request={**undrawn, **dict.fromkeys(unscored, NOT_FINITE), **masks.failure_by_request},
-            not_finite_request_ids=frozenset([*unscored, *(one for one in undrawn if undrawn[one] == NOT_FINITE)]),
-            logprobs_by_request={} if logits is None else score_drawn(logits.values, inputs.sampled, tokens),
-            prompt_logprobs_by_request={request_id: scores for request_id, scores in prompts.items() if scores},
+            token_id_by_request={
+                chunk.request_id: token
+                for chunk, token in zip(inputs.sampled, tokens, strict=True)
+                if token is not None
+            },
+            failure_by_request=masks.failure_by_request,
             completed_request_ids=masks.completed,
             postponed_request_ids=masks.postponed,
         )
+        if logits is not None:
+            result = _with_logits(result, logits.values, inputs.sampled, tokens)
+        return _with_prompts(result, prompts) if prompts else result
 
     def _needs_logits(self, sampled: Sequence[Chunk]) -> bool:
         return self._decoder.find_likeliest is None or any(chunk.needs_logits for chunk in sampled)
@@ -161,7 +162,28 @@ class ModelRunner:
         self.execute(plan)
 
 
-def _undrawn(drawn: Mapping[RequestId, int | None], logits: Tensor) -> dict[RequestId, str]:
-    """Why requests have no token, by the model's logits, a row [num_ids] for each."""
-    rows = [(row, request_id) for row, (request_id, token) in enumerate(drawn.items()) if token is None]
-    return {request_id: NOTHING_LEFT if logits[row].amax().isfinite() else NOT_FINITE for row, request_id in rows}
+def _with_logits(
+    result: StepResult, logits: Tensor, sampled: Sequence[Chunk], tokens: Sequence[int | None]
+) -> StepResult:
+    """With what logits [len(sampled), num_ids] tell: how likely the tokens were, and why there is none."""
+    reasons = {
+        chunk.request_id: NOTHING_LEFT if logits[row].amax().isfinite() else NOT_FINITE
+        for row, (chunk, token) in enumerate(zip(sampled, tokens, strict=True))
+        if token is None
+    }
+    not_finite = [request_id for request_id, reason in reasons.items() if reason == NOT_FINITE]
+    return result._replace(
+        failure_by_request={**reasons, **result.failure_by_request},
+        not_finite_request_ids=result.not_finite_request_ids.union(not_finite),
+        logprobs_by_request=score_drawn(logits, sampled, tokens),
+    )
+
+
+def _with_prompts(result: StepResult, prompts: Mapping[RequestId, tuple[TokenLogprobs, ...] | None]) -> StepResult:
+    """With the log-probabilities of prompts; None is a failure."""
+    unscored = [request_id for request_id, scores in prompts.items() if scores is None]
+    return result._replace(
+        failure_by_request={**dict.fromkeys(unscored, NOT_FINITE), **result.failure_by_request},
+        not_finite_request_ids=result.not_finite_request_ids.union(unscored),
+        prompt_logprobs_by_request={request_id: scores for request_id, scores in prompts.items() if scores},
+    )

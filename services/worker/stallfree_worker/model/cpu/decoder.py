@@ -85,7 +85,7 @@ class CpuDecoder:
         self._maxima_memory = torch.empty(0, self._most_maxima)
         self._logits = self._logits_of(0)
         self._hidden = self._hidden_memory = torch.empty(0, config.hidden_size)
-        self._num_hidden = 0
+        self._num_hidden = self._hidden_address = 0
 
     def prepare(self, cache: KVCache) -> None:
         """Tells the kernels where the cache is."""
@@ -107,6 +107,7 @@ class CpuDecoder:
         if num_tokens != self._num_hidden:
             if num_tokens > len(self._hidden_memory):
                 self._hidden_memory = torch.empty(num_tokens, self._hidden_size)
+                self._hidden_address = _address(self._hidden_memory)
             self._hidden, self._num_hidden = self._hidden_memory[:num_tokens], num_tokens
         batch = self._batch
         batch.token_ids = inputs.token_ids.address
@@ -120,7 +121,7 @@ class CpuDecoder:
         batch.num_wanted = len(inputs.wanted_rows)
         batch.num_groups = num_groups
         self._library.stallfree_forward(
-            self._struct, batch, _address(self._hidden), self._scratch_for(num_tokens), self._num_threads
+            self._struct, batch, self._hidden_address, self._scratch_for(num_tokens), self._num_threads
         )
         return self._hidden
 
@@ -134,7 +135,7 @@ class CpuDecoder:
         tokens = (c_int64 * num_rows)()
         self._library.stallfree_find_likeliest(
             self._struct,
-            _address(hidden),
+            self._address_of(hidden),
             rows.address,
             num_rows,
             mask_addresses(allowed, num_rows=num_rows, num_ids=self._num_ids),
@@ -153,7 +154,7 @@ class CpuDecoder:
             self._logits = self._logits_of(num_rows)
         self._library.stallfree_logits(
             self._struct,
-            _address(hidden),
+            self._address_of(hidden),
             rows.address,
             num_rows,
             _address(self._logits.values),
@@ -162,6 +163,10 @@ class CpuDecoder:
             self._num_threads,
         )
         return self._logits
+
+    def _address_of(self, hidden: Tensor) -> int:
+        """Most often it is what `forward` has just given: torch need not be asked."""
+        return self._hidden_address if hidden is self._hidden else _address(hidden)
 
     def _logits_of(self, num_rows: int) -> Logits:
         """The first of the memory for logits, which grows where it is too small."""
