@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from stallfree_loadtest import ablation, bench, follow_report, stalls_report
 from stallfree_loadtest.ablation import AblationLoad, AblationRun, run_ablation
@@ -86,7 +87,7 @@ async def _stalls(options: argparse.Namespace, say: Say) -> None:
         ours = [OwnCluster(name=each.name, fleet=fleet, configuration=each) for each in configurations]
         await run_stalls([*ours, *peers], load, rounds=options.rounds, on_run=on_run)
     _write_report(options, stalls_report.stalls_report(runs, load, tbt_target_seconds=options.tbt_target), say)
-    title = f"Streams while a long prompt is read: {options.model}, {num_cores()} cores"
+    title = _title("Streams while a long prompt is read", options)
     picture = stalls_report.stalls_picture(runs, load, tbt_target_seconds=options.tbt_target, title=title)
     _write_picture(options, picture)
 
@@ -111,7 +112,7 @@ async def _ablation(options: argparse.Namespace, say: Say) -> None:
     async with _fleet(options, max_model_len=load.max_model_len, say=say) as fleet:
         await run_ablation(fleet, options.configurations, load, rounds=options.rounds, targets=targets, on_run=on_run)
     _write_report(options, ablation.ablation_report(runs, load, tbt_target_seconds=options.tbt_target), say)
-    title = f"Mixing, chunking, and both: {options.model}, {num_cores()} cores"
+    title = _title("Mixing, chunking, and both", options)
     _write_picture(options, ablation.ablation_picture(runs, title=title))
 
 
@@ -164,7 +165,7 @@ async def _bench(options: argparse.Namespace, say: Say) -> None:
             find_limits=partial(measure_limits, options.model) if options.limits else None,
         )
     _write_report(options, bench.bench_report(runs, load), say)
-    title = f"Prefill and decode: {options.model}, {num_cores()} cores"
+    title = _title("Prefill and decode", options)
     _write_picture(options, bench.bench_picture(runs, load, title=title))
 
 
@@ -194,6 +195,12 @@ def _peers(options: argparse.Namespace, *, beside: Sequence[str]) -> Sequence[Pe
         raise ExperimentError(f"--peer: two of {', '.join(names)} have the same name")
     peers: Sequence[Peer] = options.peer
     return peers
+
+
+def _title(what: str, options: argparse.Namespace) -> str:
+    """Of a picture. A model that is a file or a folder is told by its name alone: pictures are shown to others."""
+    path = Path(options.model)
+    return f"{what}: {path.name if path.exists() else options.model}, {num_cores()} cores"
 
 
 def _vocabulary(options: argparse.Namespace) -> Vocabulary:

@@ -92,7 +92,9 @@ async def test_the_experiments_measure_a_real_model(tmp_path: Path) -> None:
     assert [row["contender"] for row in rows] == names * 2
     assert [row["streams_ended"] for row in rows] == [8, 0, 0] * 2
     assert all(name in (tmp_path / "table").read_text() for name in names)
-    assert set(names) <= set(texts_of((tmp_path / "picture").read_text()))
+    texts = texts_of((tmp_path / "picture").read_text())
+    assert set(names) <= set(texts)
+    assert any("prompt is read: tiny," in text for text in texts)  # and not where it lies
 
     status, _, errors = await loadtest(
         "ablation", *common, "--configurations", "orca,chunked_only:64,sarathi:64", "--requests", "10", "--rate", "10",

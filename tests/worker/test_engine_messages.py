@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-
 from stallfree_shared.errors import StepFailedError
 from stallfree_shared.wire import RequestId, TokenLogprobs
 from stallfree_worker.engine.step import EngineEvent, EngineStatus, StepReport
 from stallfree_worker.engine.step_time import StepTimeLine
-from stallfree_worker.engine_messages import EngineReport
+from stallfree_worker.engine_messages import EngineFailed, EngineReport, pack, unpack
 from tests.worker.step_records import step_record
 
 STATUS = EngineStatus(
@@ -53,9 +51,15 @@ def test_report_comes_through_the_pipe_as_it_was() -> None:
     report = EngineReport(step=step, submits_taken=9)
     nothing_computed = EngineReport(step=StepReport(events=(), status=STATUS), submits_taken=0)
     for message in (report, nothing_computed):
-        received = pickle.loads(pickle.dumps(message))  # noqa: S301 - our own bytes
+        received = unpack(pack(message))
+        assert isinstance(received, EngineReport)
         assert received == message
         assert types_of(received) == types_of(message)  # a tuple of any kind is equal to another
+
+
+def test_other_messages_come_through_the_pipe_too() -> None:
+    failed = EngineFailed(reason="no memory")
+    assert unpack(pack(failed)) == failed
 
 
 def types_of(report: EngineReport) -> list[type]:

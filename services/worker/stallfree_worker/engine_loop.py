@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import pickle
 import queue
 import signal
 import sys
@@ -37,6 +36,7 @@ from stallfree_worker.engine_messages import (
     EngineSetup,
     Stop,
     Submit,
+    pack,
 )
 from stallfree_worker.loaded_model import LoadedModel
 from stallfree_worker.settings import WorkerSettings
@@ -136,8 +136,7 @@ def _ready(loaded: LoadedModel, engine: Engine) -> EngineReady:
 
 
 def _send(pipe: Connection, message: EngineMessage) -> None:
-    """Not the pipe's own way: its pickler is made for more, and takes as long as the message."""
-    pipe.send_bytes(pickle.dumps(message))
+    pipe.send_bytes(pack(message))
 
 
 def _read_commands(pipe: Connection, commands: queue.SimpleQueue[Command]) -> None:

@@ -18,7 +18,7 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 
-from stallfree_worker.engine_messages import Command, EngineMessage, EngineSetup, Stop
+from stallfree_worker.engine_messages import Command, EngineMessage, EngineSetup, Stop, unpack
 
 _logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class EnginePipe:
     def _read(self) -> None:
         try:
             while True:
-                self._hand_over(self._reports.recv())
+                self._hand_over(unpack(self._reports.recv_bytes()))
         except (EOFError, OSError):
             self._hand_over(None)
 

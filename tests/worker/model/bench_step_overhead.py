@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import pickle
 import random
 import statistics
 import subprocess
@@ -28,7 +27,7 @@ from stallfree_shared.wire import RequestId, SamplingParams
 from stallfree_worker.engine.calibration import calibrate
 from stallfree_worker.engine.engine import Engine
 from stallfree_worker.engine.step import NewRequest, StepReport
-from stallfree_worker.engine_messages import EngineReport
+from stallfree_worker.engine_messages import EngineReport, pack
 from stallfree_worker.model.cpu.decoder import CpuDecoder
 from stallfree_worker.model.loader import load_model
 from stallfree_worker.model.runner import ModelRunner
@@ -133,7 +132,7 @@ def other_process() -> Iterator[Callable[[StepReport], None]]:
         Connection(writing, readable=False) as pipe,
     ):
         os.close(reading)
-        yield lambda step: pipe.send_bytes(pickle.dumps(EngineReport(step=step, submits_taken=0)))
+        yield lambda step: pipe.send_bytes(pack(EngineReport(step=step, submits_taken=0)))
 
 
 def main() -> int:
