@@ -200,7 +200,7 @@ def _peers(options: argparse.Namespace, *, beside: Sequence[str]) -> Sequence[Pe
 def _title(what: str, options: argparse.Namespace) -> str:
     """Of a picture. A model that is a file or a folder is told by its name alone: pictures are shown to others."""
     path = Path(options.model)
-    return f"{what}: {path.name if path.exists() else options.model}, {num_cores()} cores"
+    return f"{what}: {path.resolve().name if path.exists() else options.model}, {num_cores()} cores"
 
 
 def _vocabulary(options: argparse.Namespace) -> Vocabulary:

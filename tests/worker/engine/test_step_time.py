@@ -133,7 +133,7 @@ def test_an_outlier_hardly_moves_the_prediction() -> None:
 
 
 def test_a_lasting_change_of_what_a_decode_costs_is_learned_from_decodes_alone() -> None:
-    """Few and many decodes change unequally, so a speed alone cannot follow; and they fill their classes many times."""
+    """Few and many decodes change unequally, so a speed alone cannot follow; and their classes are full by then."""
     rng = random.Random(4)
     counts = (1, 2, 4, 8, 16, 32)
     model = StepTimeModel()

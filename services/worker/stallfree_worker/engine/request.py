@@ -121,7 +121,7 @@ class Request:
 
     def decode_due_at(self, now: float) -> float | None:
         """When the TBT target wants what a step that begins `now` would draw for this request: a pending token counts
-        as drawn then. None where it would draw nothing, or is no decode."""
+        as drawn then. None where it would draw nothing, is no decode, or has drawn nothing yet."""
         if not self.is_decoding or self.wants_nothing_more:
             return None
         return now + self.new.tbt_target_seconds if self.is_token_pending else self.next_token_due_at

@@ -91,9 +91,9 @@ class ModelRunner:
             completed_request_ids=masks.completed,
             postponed_request_ids=masks.postponed,
         )
-        if logits is not None:
-            result = _with_logits(result, logits.values, inputs.sampled, tokens)
-        return _with_prompts(result, prompts) if prompts else result
+        if prompts:
+            result = _with_prompts(result, prompts)
+        return result if logits is None else _with_logits(result, logits.values, inputs.sampled, tokens)
 
     def _needs_logits(self, sampled: Sequence[Chunk]) -> bool:
         return self._decoder.find_likeliest is None or any(chunk.needs_logits for chunk in sampled)
