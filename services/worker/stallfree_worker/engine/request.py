@@ -91,7 +91,7 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether only the token drawn last is left to compute, or the last again because its draw was postponed."""
-        has_one_left = self.num_tokens - self.num_computed_tokens == 1
+        has_one_left = self.num_tokens - self.num_computed_tokens == 1  # no property of a property: asked most often
         return has_one_left and (self.num_tokens > self.num_prompt_tokens or self.is_draw_postponed)
 
     @property
